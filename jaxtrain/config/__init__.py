@@ -1,0 +1,41 @@
+"""Settings of a run: schema, loading, overrides, dump."""
+
+from jaxtrain.config.load import (
+    CONFIG_ROOT,
+    ConfigError,
+    diff_configs,
+    dump_config,
+    load_config,
+    nearest,
+    replace,
+    to_tree,
+    validate,
+)
+from jaxtrain.config.settings import (
+    AXES,
+    Axes,
+    Axis,
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    EvalConfig,
+    MeshConfig,
+    ModelConfig,
+    ObserveConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RematConfig,
+    RopeConfig,
+    RulesConfig,
+    RunConfig,
+    SourceConfig,
+    TokenizerConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AXES", "CONFIG_ROOT", "Axes", "Axis", "CheckpointConfig", "ClusterConfig", "ConfigError", "DataConfig",
+    "EvalConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimizerConfig", "PrecisionConfig", "RematConfig",
+    "RopeConfig", "RulesConfig", "RunConfig", "SourceConfig", "TokenizerConfig", "TrainConfig", "diff_configs",
+    "dump_config", "load_config", "nearest", "replace", "to_tree", "validate",
+]  # fmt: skip

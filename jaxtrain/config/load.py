@@ -1,0 +1,183 @@
+"""YAML and overrides -> RunConfig: bases, dotted overrides, did-you-mean, dump and diff."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from jaxtrain.config.settings import RunConfig
+
+CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
+
+
+class ConfigError(ValueError):
+    """A setting is wrong; the message names it, its value and the mend."""
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a YAML file (its `base:` files merged below it), apply `section.key=value` overrides, validate.
+
+    Raises ConfigError naming the setting, the value and the nearest right key.
+    """
+    return validate(apply_overrides(read_yaml(Path(path)), overrides), source=str(path))
+
+
+def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read one YAML mapping; `base: FILE` or a list of files (relative to it) lie below it, later ones win."""
+    path = _find(path)
+    if path in seen:
+        raise ConfigError(f"{path}: base files form a circle: {' -> '.join(p.name for p in (*seen, path))}")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}, not a mapping of sections")
+    bases = tree.pop("base", [])
+    merged: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged = _merge(merged, read_yaml(path.parent / str(base), (*seen, path)))
+    return _merge(merged, tree)
+
+
+def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """Set `a.b=value` entries (value in YAML syntax) on a tree of settings."""
+    out = _merge({}, tree)
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        parts = key.strip().split(".")
+        if not equals or not all(parts):
+            raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        node = out
+        for part in parts[:-1]:
+            child = node.setdefault(part, {})
+            if not isinstance(child, dict):
+                raise ConfigError(f"override {override!r}: {part} is a single value, it has no key {parts[-1]!r}")
+            node = child
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        node[parts[-1]] = value
+    return out
+
+
+def validate(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
+    """Turn a tree of plain values into a RunConfig; all faults are collected in one ConfigError."""
+    try:
+        return RunConfig.model_validate(_numbers(tree, RunConfig))
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {_explain(e)}" for e in _distinct(error))) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML of every resolved setting; a sharding rule appears only where it was set (unset is not null)."""
+    return yaml.safe_dump(to_tree(config), sort_keys=False)
+
+
+def to_tree(config: RunConfig) -> dict[str, Any]:
+    """Plain values of every setting, the inverse of `validate`."""
+    tree = config.model_dump(mode="json")
+    tree["rules"] = config.rules.model_dump(mode="json", include=config.rules.model_fields_set | {"preset"})
+    return tree
+
+
+def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Dotted keys at which two trees of settings differ, with both values ('unset' where absent)."""
+    rows: list[tuple[str, Any, Any]] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key, "unset"), new.get(key, "unset")
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            rows += diff_configs(a, b, f"{prefix}{key}.")
+        elif a != b:
+            rows.append((f"{prefix}{key}", a, b))
+    return rows
+
+
+def replace(config: RunConfig, *overrides: str) -> RunConfig:
+    """A copy of a config with `section.key=value` overrides applied and validated."""
+    return validate(apply_overrides(to_tree(config), overrides), source="override")
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """' (did you mean X?)' for the closest of `words`, or the empty string."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _find(path: Path) -> Path:
+    for candidate in (path, path.with_suffix(".yaml"), CONFIG_ROOT / path, CONFIG_ROOT / path.with_suffix(".yaml")):
+        if candidate.is_file():
+            return candidate.resolve()
+    known = sorted(str(p.relative_to(CONFIG_ROOT)) for p in CONFIG_ROOT.rglob("*.yaml"))
+    raise ConfigError(f"config file {path} does not exist{nearest(path.name, known)}; shipped: {', '.join(known)}")
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    out = {k: _merge(v, {}) if isinstance(v, Mapping) else v for k, v in below.items()}
+    for key, value in above.items():
+        if isinstance(value, Mapping):
+            lower = out.get(key)
+            out[key] = _merge(lower if isinstance(lower, Mapping) else {}, value)
+        else:
+            out[key] = value
+    return out
+
+
+def _numbers(tree: Any, model: type[BaseModel]) -> Any:
+    """YAML 1.1 reads 3e-4 as text: give float fields their number back."""
+    if not isinstance(tree, Mapping):
+        return tree
+    out = dict(tree)
+    for key, value in tree.items():
+        annotation = model.model_fields[key].annotation if key in model.model_fields else None
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            out[key] = _numbers(value, annotation)
+        elif isinstance(value, str) and "float" in str(annotation):
+            try:
+                out[key] = float(value)
+            except ValueError:
+                pass
+    return out
+
+
+def _distinct(error: ValidationError) -> list[Any]:
+    """One entry a setting: a union reports each of its branches."""
+    seen: dict[tuple[Any, ...], Any] = {}
+    for entry in error.errors():
+        section, depth = RunConfig, 0
+        for depth, part in enumerate(entry["loc"], 1):
+            field = getattr(section, "model_fields", {}).get(part)
+            if field is None or not hasattr(field.annotation, "model_fields"):
+                break
+            section = field.annotation
+        seen.setdefault(entry["loc"][:depth], entry)
+    return list(seen.values())
+
+
+def _explain(entry: Any) -> str:
+    loc = entry["loc"]
+    name = ".".join(str(part) for part in loc)
+    if entry["type"] == "extra_forbidden":
+        return f"unknown setting {name}{nearest(str(loc[-1]), _keys_at(loc[:-1]))}"
+    if entry["type"] == "value_error":
+        return str(entry["ctx"]["error"])
+    return f"{name} is {entry['input']!r}: {entry['msg'][0].lower()}{entry['msg'][1:]}"
+
+
+def _keys_at(loc: tuple[Any, ...]) -> list[str]:
+    model: Any = RunConfig
+    for part in loc:
+        if isinstance(part, int):
+            continue
+        annotation = model.model_fields[part].annotation
+        args = [a for a in getattr(annotation, "__args__", ()) if hasattr(a, "model_fields")]
+        model = annotation if hasattr(annotation, "model_fields") else args[0]
+    return list(model.model_fields)

@@ -1,0 +1,401 @@
+"""Every setting of a run: typed, documented in one line, validated.
+
+A run is one `RunConfig`, made of sections. Each section is frozen and refuses unknown keys.
+Checks that need one section live on it; checks that need several live in `RunConfig`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+Axis = Literal["data", "pipe", "tensor", "seq", "expert"]
+AXES: tuple[Axis, ...] = ("data", "pipe", "tensor", "seq", "expert")
+Axes = Axis | list[Axis] | None
+
+
+class Section(BaseModel):
+    """A frozen group of settings; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class RopeConfig(Section):
+    """Rotary positions (Su et al. 2021), plain or scaled as in Llama 3.1."""
+
+    theta: float = Field(10_000.0, gt=0)
+    """Base of the geometric series of wavelengths."""
+    scaling: Literal["none", "llama3"] = "none"
+    """How frequencies are stretched for longer context."""
+    factor: float = Field(8.0, gt=0)
+    """llama3: low frequencies are divided by this."""
+    low_freq_factor: float = Field(1.0, gt=0)
+    """llama3: wavelengths above original_length / this are scaled fully."""
+    high_freq_factor: float = Field(4.0, gt=0)
+    """llama3: wavelengths below original_length / this are left alone."""
+    original_length: PositiveInt = 8192
+    """llama3: context length the model was first trained on."""
+
+
+class ModelConfig(Section):
+    """A decoder described by data."""
+
+    vocab_size: PositiveInt = 8192
+    """Rows of the embedding table; at least the tokenizer's size."""
+    d_model: PositiveInt = 256
+    """Width of the residual stream."""
+    n_layers: PositiveInt = 4
+    """Decoder blocks."""
+    n_heads: PositiveInt = 4
+    """Query heads."""
+    n_kv_heads: PositiveInt | None = None
+    """Key/value heads (grouped-query attention); null is n_heads."""
+    head_dim: PositiveInt | None = None
+    """Width of one head; null is d_model / n_heads."""
+    d_ff: PositiveInt = 768
+    """Width of the feed-forward layer."""
+    max_length: PositiveInt = 2048
+    """Longest sequence; the number of rows of learned positions."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalisation before each half-block and before the head."""
+    norm_eps: float = Field(1e-5, gt=0)
+    """Added to the variance in the normalisation."""
+    activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2"] = "swiglu"
+    """Feed-forward nonlinearity; swiglu has a gate, relu2 is the squared ReLU."""
+    positions: Literal["rope", "learned", "none"] = "rope"
+    """How a token knows its place in its document."""
+    rope: RopeConfig = RopeConfig()
+    """Rotary settings, read when positions is rope."""
+    qkv_bias: bool = False
+    """Biases on the query, key and value projections."""
+    out_bias: bool = False
+    """Bias on the attention output projection."""
+    mlp_bias: bool = False
+    """Biases in the feed-forward layer."""
+    tied_head: bool = False
+    """The output head is the transposed embedding."""
+    qk_norm: bool = False
+    """RMSNorm per head on queries and keys before RoPE (Qwen 3)."""
+    windows: list[PositiveInt | None] = Field([None], min_length=1)
+    """Sliding-window pattern repeated over layers: visible tokens including oneself, null is all."""
+    attention_softcap: float | None = Field(None, gt=0)
+    """Scores become cap * tanh(scores / cap) (Gemma 2)."""
+    logit_softcap: float | None = Field(None, gt=0)
+    """Logits become cap * tanh(logits / cap) (Gemma 2)."""
+    init_std: float = Field(0.02, gt=0)
+    """Standard deviation of the weights at birth; output projections are divided by sqrt(2 n_layers)."""
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads with the default filled in."""
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def width_of_head(self) -> int:
+        """Head width with the default filled in."""
+        return self.head_dim or self.d_model // self.n_heads
+
+    @model_validator(mode="after")
+    def _shapes_agree(self) -> ModelConfig:
+        if self.head_dim is None and self.d_model % self.n_heads:
+            raise ValueError(
+                f"model.n_heads {self.n_heads} does not divide model.d_model {self.d_model}: "
+                "choose another number of heads or set model.head_dim"
+            )
+        if self.n_heads % self.kv_heads:
+            raise ValueError(
+                f"model.n_kv_heads {self.kv_heads} does not divide model.n_heads {self.n_heads}: "
+                "each key/value head serves a whole number of query heads"
+            )
+        if self.positions == "rope" and self.width_of_head % 2:
+            raise ValueError(
+                f"model.head_dim {self.width_of_head} is odd: rotary positions rotate pairs, use an even width"
+            )
+        return self
+
+
+class MeshConfig(Section):
+    """Sizes of the five mesh axes; one of them may be -1 and takes the devices that are left."""
+
+    data: int = -1
+    """Replicas, or FSDP shards: each reads other samples."""
+    pipe: int = 1
+    """Pipeline stages."""
+    tensor: int = 1
+    """Tensor parallelism inside a block."""
+    seq: int = 1
+    """Context parallelism: the sequence split through attention."""
+    expert: int = 1
+    """Expert parallelism; outside expert layers it carries batch."""
+    allow_torn: list[Literal["tensor", "expert"]] = []
+    """Axes whose groups may leave a fast domain on purpose."""
+
+    @property
+    def sizes(self) -> dict[Axis, int]:
+        """Axis name -> configured size, in mesh order; -1 is not resolved."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @model_validator(mode="after")
+    def _sizes_are_legal(self) -> MeshConfig:
+        for axis, size in self.sizes.items():
+            if size == 0 or size < -1:
+                raise ValueError(f"mesh.{axis} is {size}: use a positive size, or -1 for the devices that are left")
+        free = [axis for axis, size in self.sizes.items() if size == -1]
+        if len(free) > 1:
+            raise ValueError(f"mesh.{' and mesh.'.join(free)} are both -1: only one axis can take what is left")
+        return self
+
+
+class ClusterConfig(Section):
+    """The machine: how many devices a node has and which of them share the fast links."""
+
+    name: str = "local"
+    """Name in tables."""
+    nodes: PositiveInt | None = None
+    """Nodes of a described cluster; null is what this process finds."""
+    devices_per_node: PositiveInt | None = None
+    """Devices of a node of a described cluster."""
+    domain_size: PositiveInt | None = None
+    """Devices joined by the fast links; null is a node."""
+    device: str | None = None
+    """Accelerator's name, for peak FLOP/s and memory."""
+    memory_gb: float | None = Field(None, gt=0)
+    """Memory of a device in GB (10^9 bytes)."""
+
+
+class RulesConfig(Section):
+    """Logical dimension names -> mesh axes: presets in order, then single entries set here."""
+
+    preset: list[str] = ["ddp"]
+    """Named tables, later ones win: see jaxtrain.mesh.rules.PRESETS."""
+    batch: Axes = None
+    """Activations: sequences of the batch."""
+    length: Axes = None
+    """Activations: positions inside attention and feed-forward layers."""
+    residual_length: Axes = None
+    """Activations: positions in the residual stream and norms; [seq, tensor] is Megatron sequence parallelism."""
+    hidden: Axes = None
+    """Activations: width of the residual stream."""
+    embed: Axes = None
+    """Parameters: the d_model dimension of weight matrices; data is ZeRO-3/FSDP."""
+    norm: Axes = None
+    """Parameters: scales and biases as wide as the model."""
+    heads: Axes = None
+    """Query heads."""
+    kv_heads: Axes = None
+    """Key/value heads; replicated when the axis is larger."""
+    head_dim: Axes = None
+    """Width of one head."""
+    mlp: Axes = None
+    """Width of the feed-forward layer."""
+    vocab: Axes = None
+    """Vocabulary rows of embedding and head."""
+    positions: Axes = None
+    """Rows of learned positions."""
+    layers: Axes = None
+    """Stacked layers; pipe cuts them into stages."""
+    experts: Axes = None
+    """Experts of a mixture."""
+    optimizer: Axes = None
+    """Extra axes over which optimizer state (and separate master weights) is sharded: data is ZeRO-1."""
+    gradients: Axes = None
+    """Extra axes over which reduced gradients are sharded: data, with optimizer, is ZeRO-2."""
+    replicated_limit: PositiveInt = 1_000_000
+    """Parameters of more elements than this left whole on a sharding mesh are an error under a sharding preset."""
+    allow: list[str] = []
+    """Findings accepted on purpose, as 'kind:parameter-or-name' globs; the error prints the entry to add."""
+
+
+class SourceConfig(Section):
+    """One corpus; further kinds of source enter here."""
+
+    text: str
+    """Folder or file of UTF-8 text; every file is a document. 'stdlib' is Python's own source on this machine."""
+    include: list[str] = ["*"]
+    """File-name globs read from a folder, recursively."""
+    exclude: list[str] = []
+    """File-name globs left out."""
+    max_documents: PositiveInt | None = None
+    """Use only so many documents, in order of path."""
+
+
+class TokenizerConfig(Section):
+    """Which tokenizer, or how large a one to train."""
+
+    path: str | None = None
+    """A Hugging Face tokenizer.json; null trains a byte-level BPE on the sources."""
+    vocab_size: PositiveInt = 4096
+    """Entries of a trained tokenizer."""
+
+
+class DataConfig(Section):
+    """Corpus to batches."""
+
+    sources: list[SourceConfig] = Field([SourceConfig(text="stdlib", include=["*.py"])], min_length=1)
+    """What to read."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Tokenizer."""
+    length: PositiveInt = 256
+    """Tokens of a packed row."""
+    packing_bins: PositiveInt = 32
+    """Rows a shard keeps open for first-fit."""
+    virtual_shards: PositiveInt | None = None
+    """Slices of the corpus, fixed for a run's life; null is the largest divisor of the global batch up to 64."""
+    shuffle: bool = True
+    """Shuffle documents anew each epoch."""
+    held_out: float = Field(0.05, ge=0, lt=1)
+    """Share of documents, chosen by a hash of their name, kept for evaluation."""
+    cache: str = "~/.cache/jaxtrain"
+    """Where tokenized corpora and trained tokenizers are kept."""
+
+
+class TrainConfig(Section):
+    """The run's length and its batch."""
+
+    updates: PositiveInt = 100
+    """Optimizer updates."""
+    global_batch: PositiveInt = 16
+    """Sequences an update, over all replicas and microbatches."""
+    microbatch: PositiveInt | None = None
+    """Sequences a replica computes at once; null follows from the others."""
+    accumulation: PositiveInt | None = None
+    """Microbatches an update; null follows from the others, both null is 1."""
+    seed: int = Field(0, ge=0)
+    """Seed of initialisation and data order."""
+    sample_prompt: str = "def "
+    """Prompt of the sample generated at the end; empty for none."""
+    sample_tokens: PositiveInt = 96
+    """Tokens of that sample."""
+    sample_temperature: float = Field(0.7, ge=0)
+    """Softmax temperature of that sample; 0 is greedy."""
+
+
+class PrecisionConfig(Section):
+    """Which dtype computes, which sums."""
+
+    compute: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Matmul inputs and activations; master weights and accumulation stay float32."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Gradients on the wire between replicas."""
+    scale_init: float = Field(2.0**15, gt=0)
+    """float16: first loss scale."""
+    scale_growth_every: PositiveInt = 2000
+    """float16: finite updates before the scale doubles."""
+    scale_max: float = Field(2.0**24, gt=0)
+    """float16: largest loss scale."""
+    max_skipped: PositiveInt = 50
+    """Consecutive skipped updates that end the run with an error."""
+
+
+class RematConfig(Section):
+    """What the backward pass recomputes instead of keeping."""
+
+    policy: Literal["none", "full", "dots", "names"] = "none"
+    """none keeps all, full keeps block inputs, dots keeps matmul outputs, names keeps `names`."""
+    names: list[str] = []
+    """Values kept under policy names: see jaxtrain.numerics.remat.NAMES."""
+    every: PositiveInt = 1
+    """Blocks of one checkpointed segment; must divide n_layers."""
+
+
+class OptimizerConfig(Section):
+    """Update rule and its schedule."""
+
+    name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
+    """Update rule."""
+    learning_rate: float = Field(3e-4, gt=0)
+    """Peak learning rate."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """First moment's decay (momentum for lion and muon)."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Second moment's decay."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decoupled decay of parameters with two or more dimensions (stacking not counted)."""
+    clip_norm: float | None = Field(1.0, gt=0)
+    """Largest global gradient norm; null does not clip."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after warm-up; wsd holds, then falls over `decay`."""
+    unit: Literal["updates", "tokens"] = "updates"
+    """What warmup, decay and total count: updates or scored tokens."""
+    warmup: int = Field(0, ge=0)
+    """Units of linear warm-up."""
+    decay: int = Field(0, ge=0)
+    """wsd: units of the final fall."""
+    total: PositiveInt | None = None
+    """Units until the schedule's end; null is train.updates, required with tokens."""
+    final_ratio: float = Field(0.1, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak."""
+
+    @model_validator(mode="after")
+    def _schedule_is_whole(self) -> OptimizerConfig:
+        if self.unit == "tokens" and self.total is None and self.schedule != "constant":
+            raise ValueError("optimizer.unit is tokens: set optimizer.total, the scored tokens until the schedule ends")
+        return self
+
+
+class CheckpointConfig(Section):
+    """Saving and restoring."""
+
+    every: PositiveInt = 50
+    """Updates between checkpoints; the last update is always saved."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+    asynchronous: bool = True
+    """Write while training goes on."""
+
+
+class EvalConfig(Section):
+    """Loss on held-out documents."""
+
+    every: PositiveInt | None = 50
+    """Updates between evaluations, also before the first and after the last; null for none."""
+    batches: PositiveInt = 8
+    """Global batches of one evaluation."""
+
+
+class ObserveConfig(Section):
+    """Where metrics go."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files to RUN/tensorboard."""
+    wandb_project: str | None = None
+    """Weights & Biases project; needs the wandb package."""
+    progress: bool = True
+    """Progress bar on a terminal."""
+
+
+class RunConfig(Section):
+    """One run."""
+
+    model: ModelConfig = ModelConfig()
+    mesh: MeshConfig = MeshConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    rules: RulesConfig = RulesConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    remat: RematConfig = RematConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        model, data, tokenizer = self.model, self.data, self.data.tokenizer
+        if model.positions == "learned" and data.length > model.max_length:
+            raise ValueError(
+                f"data.length {data.length} exceeds model.max_length {model.max_length}, "
+                "the rows of learned positions: shorten data.length or enlarge model.max_length"
+            )
+        if tokenizer.path is None and tokenizer.vocab_size > model.vocab_size:
+            raise ValueError(
+                f"data.tokenizer.vocab_size {tokenizer.vocab_size} exceeds model.vocab_size {model.vocab_size}: "
+                "token ids would lie beyond the embedding table"
+            )
+        if model.n_layers % self.remat.every:
+            raise ValueError(f"remat.every {self.remat.every} does not divide model.n_layers {model.n_layers}")
+        return self
