@@ -1,0 +1,23 @@
+"""What the mesh needs to know of a parameter: its shape and the logical name of each dimension."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Param:
+    """A parameter before it exists: global shape and one logical name a dimension (a leaf in trees)."""
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.names):
+            raise ValueError(f"{len(self.names)} names {self.names} for {len(self.shape)} dimensions {self.shape}")
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
