@@ -1,0 +1,46 @@
+# make train | test | lint | prove | setup [ACCELERATOR=cuda13]; everything lives in .venv.
+SHELL := /bin/bash
+ACCELERATOR ?= cpu
+PY := .venv/bin/python
+# The first interpreter that is new enough; PYTHON=... overrides.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
+RUN ?= runs/tiny
+ARGS ?=
+
+.PHONY: setup train test lint prove clean
+
+setup: .venv/ready-$(ACCELERATOR)
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "jaxtrain needs Python 3.12 or newer on PATH (or make PYTHON=/path/to/python)"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/ready-cpu: requirements.txt | .venv/bin/python
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+.venv/ready-cuda12 .venv/ready-cuda13: .venv/ready-cuda%: requirements.txt | .venv/bin/python
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt "jax[cuda$*]==$$(sed -n 's/^jax==\([^ ]*\).*/\1/p' requirements.txt)"
+	@touch .venv/ready-cpu $@
+
+.venv/ready-dev: requirements-dev.txt | .venv/ready-$(ACCELERATOR)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+train: setup
+	$(PY) -m jaxtrain train configs/tiny.yaml --run $(RUN) $(ARGS)
+
+test: .venv/ready-dev
+	$(PY) -m pytest tests -n 2 --dist worksteal -m "not prove" $(ARGS)
+
+prove: .venv/ready-dev
+	$(PY) -m pytest tests -m prove $(ARGS)
+
+lint: .venv/ready-dev
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy jaxtrain tools/bench
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

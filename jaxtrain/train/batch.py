@@ -1,0 +1,91 @@
+"""Batch arithmetic: global batch = microbatch x replicas x accumulation, and which rows a process feeds.
+
+Row g of the global batch (the order in which the stream yields rows) is row g // A of microbatch g mod A.
+The map does not mention processes or devices, so every layout computes the same microbatches from the same rows,
+and any block of the batch dimension that a process holds is one contiguous run of rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxtrain.config import AXES, Axis, ConfigError, TrainConfig
+from jaxtrain.mesh.layout import Layout
+
+FIELDS = ("tokens", "labels", "segments", "positions")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How one global batch is cut: rows, replicas, microbatches an update."""
+
+    global_batch: int
+    replicas: int
+    accumulation: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of one microbatch over all replicas."""
+        return self.global_batch // self.accumulation
+
+    @property
+    def microbatch(self) -> int:
+        """Rows that one replica computes at once."""
+        return self.rows // self.replicas
+
+
+def plan_batch(train: TrainConfig, sizes: dict[Axis, int], batch_axes: tuple[Axis, ...]) -> BatchPlan:
+    """Fill in microbatch or accumulation; raises ConfigError with the arithmetic when the numbers disagree."""
+    replicas = math.prod(sizes[axis] for axis in batch_axes)
+    total, micro, accumulation = train.global_batch, train.microbatch, train.accumulation
+    axes = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if axis in batch_axes and sizes[axis] > 1) or "one replica"
+    if micro is not None and accumulation is None:
+        accumulation = max(total // (micro * replicas), 1)
+    accumulation = accumulation or 1
+    if micro is not None and micro * replicas * accumulation != total:
+        raise ConfigError(
+            f"train.global_batch {total} is not train.microbatch {micro} x {replicas} replicas ({axes}) x "
+            f"accumulation {accumulation} = {micro * replicas * accumulation}: change one of them"
+        )
+    if total % (replicas * accumulation):
+        raise ConfigError(
+            f"train.global_batch {total} does not divide into {replicas} replicas ({axes}) x accumulation "
+            f"{accumulation} = {replicas * accumulation}: use a multiple of {replicas * accumulation}, "
+            "another mesh or another train.accumulation"
+        )
+    return BatchPlan(total, replicas, accumulation)
+
+
+def batch_sharding(plan: BatchPlan, layout: Layout, mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Sharding of a [A, B, L] batch array: microbatches whole, rows over the batch axes, deferred ones outermost."""
+    outer = layout.deferred_axes
+    rows = (*outer, *(axis for axis in layout.batch_axes if axis not in outer))
+    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, rows, None))
+
+
+def owned_rows(plan: BatchPlan, sharding: NamedSharding, length: int) -> tuple[int, int]:
+    """The run [lo, hi) of the global batch's rows that this process' devices hold."""
+    shape = (plan.accumulation, plan.rows, length)
+    blocks = [index[1].indices(plan.rows) for index in sharding.addressable_devices_indices_map(shape).values()]  # type: ignore[union-attr]
+    return min(b[0] for b in blocks) * plan.accumulation, max(b[1] for b in blocks) * plan.accumulation
+
+
+def place(
+    rows: dict[str, np.ndarray], first: int, plan: BatchPlan, sharding: NamedSharding
+) -> dict[str, jax.Array]:
+    """Host rows [n, L] that start at global row `first` -> global arrays [A, B, L]."""
+
+    def array(field: np.ndarray) -> jax.Array:
+        def block(index: tuple[slice, ...]) -> np.ndarray:
+            lo, hi, _ = index[1].indices(plan.rows)
+            run = field[lo * plan.accumulation - first : hi * plan.accumulation - first]
+            return run.reshape(hi - lo, plan.accumulation, -1).swapaxes(0, 1)
+
+        return jax.make_array_from_callback((plan.accumulation, plan.rows, field.shape[1]), sharding, block)
+
+    return {name: array(rows[name]) for name in FIELDS}

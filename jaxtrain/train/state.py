@@ -1,0 +1,81 @@
+"""The train state: one pure tree, born in its shards.
+
+params     float32 master weights
+opt        the optimizer's state
+scaler     loss scale and skip counters
+updates    applied optimizer updates, int32
+tokens     scored tokens trained so far, an exact two-word counter
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.config import PrecisionConfig
+from jaxtrain.mesh.layout import Layout
+from jaxtrain.nn.model import Model
+from jaxtrain.numerics import scaling
+from jaxtrain.numerics.precision import counter_zero
+
+State = dict[str, Any]
+
+
+def new_state(
+    model: Model, optimizer: optax.GradientTransformation, precision: PrecisionConfig, key: jax.Array
+) -> State:
+    """A state before the first update; traced inside jit so that each leaf is born in its shards."""
+    params = model.init(key)
+    return {
+        "params": params,
+        "opt": optimizer.init(params),
+        "scaler": scaling.init(precision),
+        "updates": jnp.zeros((), jnp.int32),
+        "tokens": counter_zero(),
+    }
+
+
+def abstract_state(
+    model: Model, optimizer: optax.GradientTransformation, precision: PrecisionConfig, layout: Layout, mesh: Mesh
+) -> State:
+    """Shapes, dtypes and shardings of the state; no memory is touched."""
+    shapes = jax.eval_shape(lambda key: new_state(model, optimizer, precision, key), jax.random.key(0))
+    specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
+    specs["params"] = layout.masters
+    specs["opt"] = layout.optimizer_specs(shapes["opt"], model.params)
+    return jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        shapes,
+        specs,
+    )
+
+
+def create_state(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    precision: PrecisionConfig,
+    abstract: State,
+    seed: int,
+) -> State:
+    """Initialise every leaf directly in its shards; the values do not depend on the sharding."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(lambda key: new_state(model, optimizer, precision, key), out_shardings=shardings)(
+        jax.random.key(seed)
+    )
+
+
+def state_bytes_per_device(abstract: State) -> dict[str, int]:
+    """Bytes a device of each part of the state, the exact shard shapes counted."""
+
+    def local(leaf: jax.ShapeDtypeStruct) -> int:
+        shape = leaf.sharding.shard_shape(leaf.shape)  # type: ignore[union-attr]
+        size = leaf.dtype.itemsize
+        for dim in shape:
+            size *= dim
+        return size
+
+    return {name: sum(local(leaf) for leaf in jax.tree.leaves(part)) for name, part in abstract.items()}

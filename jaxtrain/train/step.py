@@ -1,0 +1,180 @@
+"""The train step: one pure function (state, batch) -> (state, metrics), the same source on 1 and on 1,024 devices.
+
+Legend: A microbatches, B rows, L length, R deferred replicas.
+
+Gradients over the *deferred* axes (batch axes that shard no weight) are kept apart, one a replica, by vmapping the
+microbatch over those axes; their sum after the last microbatch is the only reduction of an update, an all-reduce
+or, where the gradient is sharded, a reduce-scatter. Axes that shard weights (ZeRO-3) reduce inside the microbatch.
+The loss is the sum over scored tokens divided by their number in the whole global batch, known before the first
+microbatch, so that no mean of means can arise and float16 cotangents keep a per-token size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.config import RunConfig
+from jaxtrain.mesh.layout import Layout
+from jaxtrain.mesh.rules import Rules, use_rules
+from jaxtrain.nn.model import Model
+from jaxtrain.numerics import scaling
+from jaxtrain.numerics.precision import Precision, counter_add, counter_float
+from jaxtrain.ops.loss import IGNORE, cross_entropy
+from jaxtrain.optim import clip_scale, global_norm, learning_rate
+from jaxtrain.train.state import State
+
+Batch = dict[str, jax.Array]
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """Everything that the step closes over; `update` and `evaluate` are pure and ready for jit."""
+
+    config: RunConfig
+    model: Model
+    optimizer: optax.GradientTransformation
+    layout: Layout
+    rules: Rules
+    mesh: Mesh
+
+    @cached_property
+    def precision(self) -> Precision:
+        """Dtypes of this run."""
+        return Precision(self.config.precision)
+
+    def update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        """One optimizer update from a [A, B, L] batch; scalars of the update as metrics.
+
+        An update with a non-finite gradient or without any scored token changes nothing but the scaler's counters.
+        """
+        config, params, scaler = self.config, state["params"], state["scaler"]
+        scored = jnp.sum(batch["labels"] != IGNORE, dtype=jnp.int32)
+        denominator = jnp.maximum(scored, 1).astype(jnp.float32)
+        gradients, loss = self.gradients(params, batch, scaler["scale"] / denominator)
+        gradients = jax.tree.map(lambda g: g / scaler["scale"], gradients)
+        norm = global_norm(gradients)
+        apply = jnp.isfinite(norm) & (scored > 0)
+        clip = clip_scale(norm, config.optimizer.clip_norm)
+        rate = learning_rate(
+            config.optimizer, config.train.updates, state["updates"], counter_float(state["tokens"])
+        )
+        shards = partial(self._pin, specs=self.layout.optimizer)
+        direction, opt = self.optimizer.update(
+            shards(jax.tree.map(lambda g: g * clip, gradients)), state["opt"], shards(params)
+        )
+        stepped = jax.tree.map(lambda p, d: p - rate * d, shards(params), direction)
+        keep = partial(jax.tree.map, lambda new, old: jnp.where(apply, new, old))
+        new_state = {
+            "params": self._pin(keep(stepped, params), self.layout.masters),
+            "opt": keep(opt, state["opt"]),
+            "scaler": scaling.update(config.precision, scaler, apply),
+            "updates": state["updates"] + apply,
+            "tokens": counter_add(state["tokens"], jnp.where(apply, scored, 0)),
+        }
+        metrics = {
+            "loss": loss / denominator,
+            "scored_tokens": scored,
+            "fill": jnp.mean(batch["segments"] > 0, dtype=jnp.float32),
+            "grad_norm": norm,
+            "learning_rate": rate,
+            "loss_scale": scaler["scale"],
+            "applied": apply,
+            "skipped_in_a_row": new_state["scaler"]["skipped"],
+        }
+        return new_state, metrics
+
+    def evaluate(self, params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Sum of the loss and number of scored tokens over a [A, B, L] batch."""
+        weights = self._weights(params)
+
+        def body(_: None, rows: Batch) -> tuple[None, tuple[jax.Array, jax.Array]]:
+            with use_rules(self.rules, self.mesh):
+                return None, self._loss(weights, rows)
+
+        _, (sums, counts) = lax.scan(body, None, batch)
+        return jnp.sum(sums), jnp.sum(counts)
+
+    def gradients(self, params: Tree, batch: Batch, scale: jax.Array | float) -> tuple[Tree, jax.Array]:
+        """float32 gradients of scale x (summed loss), in the gradients' sharding, and the summed loss.
+
+        params: float32 masters; batch fields: [A, B, L].
+        """
+        weights = self._weights(params)
+        replicas = math.prod(self.mesh.shape[axis] for axis in self.layout.deferred_axes)
+
+        def scaled(weights: Tree, rows: Batch) -> tuple[jax.Array, jax.Array]:
+            with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes):
+                total, _ = self._loss(weights, rows)
+            return total * scale, total
+
+        grad: Callable[..., Any] = jax.grad(scaled, has_aux=True)
+        specs = self.layout.gradients
+        if replicas > 1:
+            grad = jax.vmap(grad, in_axes=(None, 0), spmd_axis_name=self.layout.deferred_axes)
+            specs = jax.tree.map(lambda s: PartitionSpec(self.layout.deferred_axes, *s), self.layout.weights)
+            batch = jax.tree.map(partial(self._by_replica, replicas=replicas), batch)
+
+        def microbatch(total: tuple[Tree, jax.Array], rows: Batch) -> tuple[tuple[Tree, jax.Array], None]:
+            gradient, loss = grad(weights, rows)
+            summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[0], gradient)
+            return (self._pin(summed, specs), total[1] + jnp.sum(loss)), None
+
+        lead = (replicas,) if replicas > 1 else ()
+        zeros = jax.tree.map(lambda p: jnp.zeros(lead + p.shape, jnp.float32), params)
+        (gradients, loss), _ = _scan(microbatch, (self._pin(zeros, specs), jnp.zeros((), jnp.float32)), batch)
+        if replicas > 1:
+            gradients = jax.tree.map(self._reduce, gradients)
+        return self._pin(gradients, self.layout.gradients), loss
+
+    def _loss(self, weights: Tree, rows: Batch) -> tuple[jax.Array, jax.Array]:
+        x_BLD = self.model.hidden(
+            weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat
+        )
+        return cross_entropy(x_BLD, self.model.head(weights), rows["labels"], self.config.model.logit_softcap)
+
+    def _weights(self, params: Tree) -> Tree:
+        return self._pin(self.precision.cast(params), self.layout.weights)
+
+    def _by_replica(self, field_ABL: jax.Array, replicas: int) -> jax.Array:
+        a, b, length = field_ABL.shape
+        rest = tuple(axis for axis in self.layout.batch_axes if axis not in self.layout.deferred_axes)
+        spec = PartitionSpec(None, self.layout.deferred_axes, rest or None, None)
+        split = field_ABL.reshape(a, replicas, b // replicas, length)
+        return lax.with_sharding_constraint(split, NamedSharding(self.mesh, spec))
+
+    def _reduce(self, gradient_R: jax.Array) -> jax.Array:
+        dtype = jnp.dtype(self.config.precision.reduce)
+        # jnp.sum would widen bfloat16 before the all-reduce: lax.reduce keeps the wire's dtype.
+        zero = jnp.zeros((), dtype)
+        return lax.reduce(gradient_R.astype(dtype), zero, lax.add, (0,)).astype(jnp.float32)
+
+    def _pin(self, tree: Tree, specs: Tree) -> Tree:
+        return jax.tree.map(
+            lambda leaf, spec: lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec)), tree, specs
+        )
+
+
+def _scan(body: Callable[..., Any], carry: Any, xs: Batch) -> Any:
+    # A loop of one iteration hides the microbatch from fusion and keeps a second gradient buffer alive.
+    if jax.tree.leaves(xs)[0].shape[0] == 1:
+        return body(carry, jax.tree.map(lambda x: x[0], xs))
+    return lax.scan(body, carry, xs)
+
+
+def compile_step(step: Step, abstract: State, batch: Batch) -> jax.stages.Compiled:
+    """Compile `update` once for these shapes and shardings, the state donated; a later mismatch is an error."""
+    replicated = NamedSharding(step.mesh, PartitionSpec())
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    jitted = jax.jit(step.update, donate_argnums=0, out_shardings=(shardings, replicated))
+    return jitted.lower(abstract, batch).compile()
