@@ -149,16 +149,11 @@ def _numbers(tree: Any, model: type[BaseModel]) -> Any:
 
 
 def _distinct(error: ValidationError) -> list[Any]:
-    """One entry a setting: a union reports each of its branches."""
+    """One entry a setting: a union reports each of its branches, told apart by types such as list[...] in the path."""
     seen: dict[tuple[Any, ...], Any] = {}
     for entry in error.errors():
-        section, depth = RunConfig, 0
-        for depth, part in enumerate(entry["loc"], 1):
-            field = getattr(section, "model_fields", {}).get(part)
-            if field is None or not hasattr(field.annotation, "model_fields"):
-                break
-            section = field.annotation
-        seen.setdefault(entry["loc"][:depth], entry)
+        loc = tuple(part for part in entry["loc"] if isinstance(part, int) or "[" not in part)
+        seen.setdefault(loc, {**entry, "loc": loc})
     return list(seen.values())
 
 
@@ -167,6 +162,8 @@ def _explain(entry: Any) -> str:
     name = ".".join(str(part) for part in loc)
     if entry["type"] == "extra_forbidden":
         return f"unknown setting {name}{nearest(str(loc[-1]), _keys_at(loc[:-1]))}"
+    if entry["type"] == "missing":
+        return f"{name} is not set and has no default"
     if entry["type"] == "value_error":
         return str(entry["ctx"]["error"])
     return f"{name} is {entry['input']!r}: {entry['msg'][0].lower()}{entry['msg'][1:]}"

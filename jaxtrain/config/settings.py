@@ -287,6 +287,15 @@ class PrecisionConfig(Section):
     max_skipped: PositiveInt = 50
     """Consecutive skipped updates that end the run with an error."""
 
+    @model_validator(mode="after")
+    def _scale_fits(self) -> PrecisionConfig:
+        if self.scale_init > self.scale_max:
+            raise ValueError(
+                f"precision.scale_init {self.scale_init} exceeds precision.scale_max {self.scale_max}: "
+                "start at or below the largest loss scale"
+            )
+        return self
+
 
 class RematConfig(Section):
     """What the backward pass recomputes instead of keeping."""
@@ -307,11 +316,11 @@ class OptimizerConfig(Section):
     learning_rate: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """First moment's decay (momentum for lion and muon)."""
+    """First moment's decay (momentum for lion and muon); adafactor keeps no first moment."""
     beta2: float = Field(0.95, ge=0, lt=1)
-    """Second moment's decay."""
+    """Second moment's decay; adafactor has its own, 1 - t^-0.8."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment (adamw, muon's AdamW part)."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled decay of parameters with two or more dimensions (stacking not counted)."""
     clip_norm: float | None = Field(1.0, gt=0)
@@ -333,6 +342,11 @@ class OptimizerConfig(Section):
     def _schedule_is_whole(self) -> OptimizerConfig:
         if self.unit == "tokens" and self.total is None and self.schedule != "constant":
             raise ValueError("optimizer.unit is tokens: set optimizer.total, the scored tokens until the schedule ends")
+        if self.schedule == "wsd" and self.decay == 0:
+            raise ValueError(
+                "optimizer.schedule is wsd and optimizer.decay is 0: set optimizer.decay, the length of the final fall, "
+                "or use optimizer.schedule constant"
+            )
         return self
 
 

@@ -20,7 +20,7 @@ from jaxtrain.config import PrecisionConfig
 from jaxtrain.mesh.layout import Layout
 from jaxtrain.nn.model import Model
 from jaxtrain.numerics import scaling
-from jaxtrain.numerics.precision import counter_zero
+from jaxtrain.numerics.counter import counter_zero
 
 State = dict[str, Any]
 

@@ -28,7 +28,8 @@ from jaxtrain.mesh.layout import Layout
 from jaxtrain.mesh.rules import Rules, use_rules
 from jaxtrain.nn.model import Model
 from jaxtrain.numerics import scaling
-from jaxtrain.numerics.precision import Precision, counter_add, counter_float
+from jaxtrain.numerics.counter import counter_add, counter_float
+from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.loss import IGNORE, cross_entropy
 from jaxtrain.optim import clip_scale, global_norm, learning_rate
 from jaxtrain.train.state import State
@@ -64,7 +65,8 @@ class Step:
         gradients, loss = self.gradients(params, batch, scaler["scale"] / denominator)
         gradients = jax.tree.map(lambda g: g / scaler["scale"], gradients)
         norm = global_norm(gradients)
-        apply = jnp.isfinite(norm) & (scored > 0)
+        finite = jnp.isfinite(norm)
+        apply = finite & (scored > 0)
         clip = clip_scale(norm, config.optimizer.clip_norm)
         rate = learning_rate(
             config.optimizer, config.train.updates, state["updates"], counter_float(state["tokens"])
@@ -78,7 +80,7 @@ class Step:
         new_state = {
             "params": self._pin(keep(stepped, params), self.layout.masters),
             "opt": keep(opt, state["opt"]),
-            "scaler": scaling.update(config.precision, scaler, apply),
+            "scaler": scaling.update(config.precision, scaler, finite),
             "updates": state["updates"] + apply,
             "tokens": counter_add(state["tokens"], jnp.where(apply, scored, 0)),
         }
@@ -154,7 +156,7 @@ class Step:
         return lax.with_sharding_constraint(split, NamedSharding(self.mesh, spec))
 
     def _reduce(self, gradient_R: jax.Array) -> jax.Array:
-        dtype = jnp.dtype(self.config.precision.reduce)
+        dtype = self.precision.reduce
         # jnp.sum would widen bfloat16 before the all-reduce: lax.reduce keeps the wire's dtype.
         zero = jnp.zeros((), dtype)
         return lax.reduce(gradient_R.astype(dtype), zero, lax.add, (0,)).astype(jnp.float32)

@@ -1,0 +1,167 @@
+"""The verbs, thin: parse, call, print. Settings are overridden by `--section.key value`, `--section.key=value`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from tyro.conf import Positional, arg, subcommand
+
+from jaxtrain.config import ConfigError, load_config
+
+_JOIN = "Where process 0 listens, host:port; with --processes and --process-id this process joins the job by hand."
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Train a run to its last update; the same command again resumes it."""
+
+    config: Positional[Annotated[str, arg(metavar="CONFIG")]]
+    """YAML file, or the name of a shipped one."""
+    run: Path | None = None
+    """Run directory; default runs/CONFIG."""
+    coordinator: Annotated[str | None, arg(help=_JOIN)] = None
+    processes: int | None = None
+    """Processes of the job."""
+    process_id: int | None = None
+    """Number of this process, from 0."""
+    json: bool = False
+    """Print the summary as one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Join the job, train, print the summary."""
+        config = load_config(self.config, overrides)
+        directory = self.run or _default_run(self.config)
+        from jaxtrain.launch.distributed import guard, join
+
+        def body() -> int:
+            from jaxtrain.train.loop import train
+
+            result = train(config, directory, quiet=self.json)
+            if self.json:
+                _print_json(result)
+            return 0
+
+        join(self.coordinator, self.processes, self.process_id)
+        return guard(body)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Start several processes of one run on this machine, or join one process by hand or under Slurm."""
+
+    config: Positional[Annotated[str, arg(metavar="CONFIG")]]
+    """YAML file, or the name of a shipped one."""
+    run: Path | None = None
+    """Run directory; default runs/CONFIG."""
+    processes: int | None = None
+    """Processes to start here, or of the whole job when --process-id is given."""
+    devices_per_process: int | None = None
+    """Devices of each process started here; default all that it sees."""
+    coordinator: Annotated[str | None, arg(help=_JOIN)] = None
+    process_id: int | None = None
+    """Number of this process, from 0; nothing is started then, this process joins."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Start the processes and wait for them; the first failure ends the others."""
+        from jaxtrain.launch.distributed import under_scheduler
+        from jaxtrain.launch.local import launch
+
+        directory = self.run or _default_run(self.config)
+        if self.process_id is not None or self.coordinator is not None or (self.processes is None and under_scheduler()):
+            verb = Train(self.config, directory, self.coordinator, self.processes, self.process_id)
+            return verb(overrides)
+        if self.processes is None:
+            raise ConfigError("launch needs --processes N (processes to start on this machine)")
+        load_config(self.config, overrides)
+        command = [sys.executable, "-m", "jaxtrain", "train", self.config, "--run", str(directory)]
+        command += [f"--{override}" for override in overrides]
+        return launch(command, self.processes, self.devices_per_process)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspect:
+    """Show how a configuration lies on a mesh: no such devices are needed."""
+
+    config: Positional[Annotated[str, arg(metavar="CONFIG")]]
+    """YAML file, or the name of a shipped one."""
+    devices: int | None = None
+    """Devices to imagine; default those of --cluster, or of this machine."""
+    cluster: str | None = None
+    """A described cluster, such as h100_8x8 (configs/clusters)."""
+    diff: tuple[str, ...] = ()
+    """Overrides to compare with, such as rules.mlp=null."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Print the tables."""
+        from jaxtrain.inspect import inspect
+
+        before = inspect(load_config(self.config, overrides), self.devices, self.cluster)
+        shown: Any = before.diff(*self.diff) if self.diff else before
+        if self.json:
+            _print_json(shown.to_json())
+        else:
+            shown.print(Console())
+        return 0
+
+
+VERBS = {"train": Train, "launch": Launch, "inspect": Inspect}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one verb; a ConfigError becomes one message on stderr and exit status 2."""
+    try:
+        rest, overrides = split_overrides(argv)
+        verb: Any = tyro.cli(_verbs(), prog="jaxtrain", args=rest)
+        return int(verb(overrides))
+    except ConfigError as error:
+        print(f"jaxtrain: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("jaxtrain: interrupted; the same command resumes from the newest checkpoint", file=sys.stderr)
+        return 130
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take `--section.key value` and `--section.key=value` out of a command line, as `section.key=value`."""
+    rest: list[str] = []
+    overrides: list[str] = []
+    words = iter(argv)
+    for word in words:
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in key:
+            rest.append(word)
+            continue
+        if not equals:
+            try:
+                value = next(words)
+            except StopIteration:
+                raise ConfigError(f"{word} has no value: write {word} VALUE or {word}=VALUE") from None
+        overrides.append(f"{key}={value}")
+    return rest, overrides
+
+
+def _verbs() -> Any:
+    union: Any = None
+    for name, verb in VERBS.items():
+        entry = Annotated[verb, subcommand(name)]
+        union = entry if union is None else union | entry
+    return union
+
+
+def _default_run(config: str) -> Path:
+    return Path("runs") / Path(config).stem
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, default=str))
+
+

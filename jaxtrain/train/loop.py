@@ -1,0 +1,347 @@
+"""The loop: the only room where data, step, checkpoint and observe meet."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.checkpoint import Checkpoints, gather_json
+from jaxtrain.config import AXES, ConfigError, RunConfig
+from jaxtrain.data import Corpus, Stream, held_out_batches, prepare, resolve_virtual_shards
+from jaxtrain.launch.distributed import barrier
+from jaxtrain.mesh.layout import Layout, plan_layout
+from jaxtrain.mesh.rules import Rules, resolve_rules
+from jaxtrain.mesh.topology import Topology, build_topology
+from jaxtrain.nn.generate import sample
+from jaxtrain.nn.model import Model, build
+from jaxtrain.numerics.counter import counter_int
+from jaxtrain.numerics.precision import Precision
+from jaxtrain.observe.environment import environment
+from jaxtrain.observe.log import Log
+from jaxtrain.observe.meter import Meter
+from jaxtrain.observe.report import draw_curve, summary
+from jaxtrain.optim import build_optimizer
+from jaxtrain.train.batch import BatchPlan, batch_sharding, owned_rows, place, plan_batch
+from jaxtrain.train.run_dir import check_same_run, write_run
+from jaxtrain.train.state import State, abstract_state, create_state, state_bytes_per_device
+from jaxtrain.train.step import Batch, Step, compile_step
+
+UNTRAINABLE = {
+    "pipe": "pipeline schedules",
+    "seq": "context parallelism",
+    "expert": "expert dispatch",
+}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration resolved on real devices: everything that is decided before data or weights exist."""
+
+    config: RunConfig
+    topology: Topology
+    mesh: Mesh
+    model: Model
+    rules: Rules
+    layout: Layout
+    plan: BatchPlan
+    step: Step
+
+    @cached_property
+    def abstract(self) -> State:
+        """The train state's shapes and shardings."""
+        return abstract_state(self.model, self.step.optimizer, self.config.precision, self.layout, self.mesh)
+
+    @cached_property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of a batch field [A, B, L]."""
+        return batch_sharding(self.plan, self.layout, self.mesh)
+
+    @cached_property
+    def abstract_batch(self) -> Batch:
+        """Shapes of one global batch."""
+        shape = (self.plan.accumulation, self.plan.rows, self.config.data.length)
+        field = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.batch_sharding)
+        return {name: field for name in ("tokens", "labels", "segments", "positions")}  # type: ignore[misc]
+
+
+def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
+    """Resolve mesh, rules, layout and batch of a configuration on these devices (default: all of this job).
+
+    Raises ConfigError where they do not fit together, or where an axis is asked for that cannot be trained yet.
+    """
+    topology = build_topology(config.mesh, config.cluster, devices)
+    for axis, what in UNTRAINABLE.items():
+        if topology.sizes[axis] > 1:  # type: ignore[index]
+            raise ConfigError(
+                f"mesh.{axis} is {topology.sizes[axis]}: training with {what} is not built yet; "  # type: ignore[index]
+                f"set mesh.{axis}: 1 (inspect describes such a mesh already)"
+            )
+    mesh = topology.mesh()
+    model = build(config.model)
+    rules = resolve_rules(config.rules)
+    layout = plan_layout(model.params, rules, topology.sizes, Precision(config.precision).separate_masters)
+    plan = plan_batch(config.train, topology.sizes, layout.batch_axes)
+    optimizer = build_optimizer(config.optimizer, model.params)
+    step = Step(config, model, optimizer, layout, rules, mesh)
+    return Setup(config, topology, mesh, model, rules, layout, plan, step)
+
+
+def describe_sharding(setup: Setup) -> dict[str, Any]:
+    """What `sharding.json` records: mesh, devices and the PartitionSpecs of every parameter."""
+    flat = {
+        part: flatten_paths(getattr(setup.layout, part)) for part in ("weights", "masters", "gradients", "optimizer")
+    }
+    parameters = {
+        path: {"shape": param.shape, "names": param.names, **{part: str(flat[part][path]) for part in flat}}
+        for path, param in flatten_paths(setup.model.params).items()
+    }
+    return {
+        "mesh": setup.topology.sizes,
+        "devices": [int(device.id) for device in setup.topology.devices.ravel()],
+        "deferred_axes": setup.layout.deferred_axes,
+        "batch": str(setup.batch_sharding.spec),
+        "state_bytes_per_device": state_bytes_per_device(setup.abstract),
+        "parameters": parameters,
+    }
+
+
+def train(config: RunConfig, directory: Path) -> dict[str, Any]:
+    """Train a run to its last update in `directory`, resuming from its newest whole checkpoint; returns the summary.
+
+    Raises ConfigError for any setting, corpus or checkpoint that a user can mend; nothing is written before the
+    configuration is known to be sound.
+    """
+    started = time.perf_counter()
+    setup = resolve(config)
+    changes = check_same_run(directory, config)
+    corpus = prepare(config)
+    primary = jax.process_index() == 0
+    if primary:
+        write_run(directory, config, describe_sharding(setup), environment())
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
+    with contextlib.closing(checkpoints), contextlib.closing(Log(directory, config.observe, primary)) as log:
+        runner = _Runner(setup, corpus, checkpoints, log, directory, started)
+        for line in changes:
+            log.say(line)
+        runner.restore()
+        runner.compile()
+        runner.run()
+        result = runner.result()
+    if primary:
+        result["picture"] = str(draw_curve(directory))
+        summary(directory, result)
+    return result
+
+
+class _Runner:
+    """The moving parts of one run between two kills."""
+
+    def __init__(
+        self, setup: Setup, corpus: Corpus, checkpoints: Checkpoints, log: Log, directory: Path, started: float
+    ) -> None:
+        self.setup, self.corpus, self.checkpoints, self.log = setup, corpus, checkpoints, log
+        self.config, self.directory, self.started = setup.config, directory, started
+        data, train = self.config.data, self.config.train
+        shards = resolve_virtual_shards(data, train.global_batch)
+        per_shard = train.global_batch // shards
+        lo, hi = owned_rows(setup.plan, setup.batch_sharding, data.length)
+        owned = range(lo // per_shard, -(-hi // per_shard))
+        self.first_row = owned.start * per_shard
+        self.stream = Stream(
+            corpus.train,
+            length=data.length,
+            global_batch=train.global_batch,
+            virtual_shards=shards,
+            packing_bins=data.packing_bins,
+            seed=train.seed,
+            shuffle=data.shuffle,
+            shards=owned,
+        )
+        self.meter = Meter(self.config.model, data.length, jax.devices()[0].device_kind, jax.device_count())
+        self.done = 0
+        self.tokens = 0
+        self.skipped = 0
+        self.resumed_from: int | None = None
+        self.evaluations: dict[int, float] = {}
+        self.pending: tuple[int, dict[str, jax.Array], float] | None = None
+        self.mark = time.perf_counter()
+
+    def restore(self) -> None:
+        """Take up the newest whole checkpoint, or give birth to the state."""
+        found = self.checkpoints.restore(self.setup.abstract)
+        if found is None:
+            self.state = create_state(
+                self.setup.model,
+                self.setup.step.optimizer,
+                self.config.precision,
+                self.setup.abstract,
+                self.config.train.seed,
+            )
+            self.log.resume_at(0)
+            return
+        self.done, self.state, data, meta = found
+        self._check_meta(meta)
+        self.stream.set_state(data)
+        self.resumed_from = self.done
+        self.tokens = counter_int(jax.device_get(self.state["tokens"]))
+        self.skipped = int(self.state["scaler"]["total_skipped"])
+        self.log.resume_at(self.done)
+        self.log.say(f"resumed at update {self.done} of {self.config.train.updates}, {self.tokens:,} tokens trained")
+
+    def compile(self) -> None:
+        """Compile the update once; every process waits for the slowest compiler."""
+        begin = time.perf_counter()
+        self.update = compile_step(self.setup.step, self.setup.abstract, self.setup.abstract_batch)
+        self.evaluate = jax.jit(self.setup.step.evaluate)
+        self.compile_s = time.perf_counter() - begin
+        barrier("compiled")
+
+    def run(self) -> None:
+        """All updates that are left, with evaluation and checkpoints at their borders."""
+        total, every, save = self.config.train.updates, self.config.eval.every, self.config.checkpoint.every
+        if self.done == 0 and every:
+            self._evaluate(0)
+        self.mark = time.perf_counter()
+        with self.log.progress(total, self.done) as advance:
+            self.advance = advance
+            while self.done < total:
+                batch, wait = self._next_batch()
+                self.state, metrics = self.update(self.state, batch)
+                self.done += 1
+                self._settle()
+                self.pending = (self.done, metrics, wait)
+                last = self.done == total
+                due = bool(every) and (self.done % (every or 1) == 0 or last)
+                if due or last or self.done % save == 0:
+                    self._settle(evaluate=due)
+                if last or self.done % save == 0:
+                    self._save()
+        self.checkpoints.wait()
+
+    def result(self) -> dict[str, Any]:
+        """Numbers of the finished run; `summary.json` holds them."""
+        rows = self.log.rows()
+        losses = [row["loss"] for row in rows if row.get("loss") is not None]
+        evals = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+        first_eval = next((row["eval_loss_before"] for row in rows if "eval_loss_before" in row), None)
+        return {
+            "updates": self.done,
+            "parameters": self.setup.model.count(),
+            "tokens_total": self.tokens,
+            "skipped_updates": self.skipped,
+            "loss_first": losses[0] if losses else None,
+            "loss_last": losses[-1] if losses else None,
+            "eval_loss_first": first_eval,
+            "eval_loss_last": evals[max(evals)] if evals else None,
+            "resumed_from": self.resumed_from,
+            "compile_s": self.compile_s,
+            "wall_s": time.perf_counter() - self.started,
+            "checkpoint": self.checkpoints.latest(),
+            "mesh": {axis: size for axis, size in self.setup.topology.sizes.items() if size > 1} or {"data": 1},
+            "state_bytes_per_device": state_bytes_per_device(self.setup.abstract),
+            "sample": self._sample(),
+            **self.meter.summary(),
+        }
+
+    def _next_batch(self) -> tuple[Batch, float]:
+        begin = time.perf_counter()
+        rows = next(self.stream)
+        wait = time.perf_counter() - begin
+        return place(rows, self.first_row, self.setup.plan, self.setup.batch_sharding), wait
+
+    def _settle(self, evaluate: bool = False) -> None:
+        """Wait for the update in flight and log it; metrics lag one update so that the device never waits for them."""
+        if self.pending is None:
+            return
+        step, device_metrics, wait = self.pending
+        self.pending = None
+        values = {name: value.item() for name, value in jax.device_get(device_metrics).items()}
+        now = time.perf_counter()
+        elapsed, self.mark = now - self.mark, now
+        applied = bool(values.pop("applied"))
+        in_a_row = int(values.pop("skipped_in_a_row"))
+        self.tokens += values["scored_tokens"] if applied else 0
+        self.skipped += not applied
+        row: dict[str, Any] = {"step": step, **values, "tokens_total": self.tokens, "skipped_total": self.skipped}
+        row |= self.meter.update(values["scored_tokens"], elapsed, wait, compiled=step == (self.resumed_from or 0) + 1)
+        if step == 1 and 0 in self.evaluations:
+            row["eval_loss_before"] = self.evaluations[0]
+        if evaluate:
+            row["eval_loss"] = self._evaluate(step)
+            self.mark = time.perf_counter()
+        self.log.update(row)
+        self.advance(row)
+        if not applied:
+            why = "no token was scored" if values["scored_tokens"] == 0 else "a gradient was not finite"
+            self.log.say(f"update {step} skipped: {why} (loss scale {values['loss_scale']:g}, {in_a_row} in a row)")
+        if in_a_row >= self.config.precision.max_skipped:
+            raise ConfigError(
+                f"{in_a_row} updates in a row had gradients that were not finite (precision.max_skipped "
+                f"{self.config.precision.max_skipped}): lower optimizer.learning_rate, or use precision.compute bfloat16"
+            )
+
+    def _evaluate(self, step: int) -> float:
+        """Mean loss over the scored tokens of the held-out batches."""
+        loss, scored = 0.0, 0
+        for rows in self._held_out:
+            total, count = self.evaluate(self.state["params"], rows)
+            loss, scored = loss + float(total), scored + int(count)
+        self.evaluations[step] = loss / max(scored, 1)
+        self.log.say(f"held-out loss after update {step}: {self.evaluations[step]:.4f} over {scored:,} tokens")
+        return self.evaluations[step]
+
+    @cached_property
+    def _held_out(self) -> list[Batch]:
+        data, train = self.config.data, self.config.train
+        batches = held_out_batches(self.corpus.held_out, data.length, train.global_batch, self.config.eval.batches)
+        return [place(rows, 0, self.setup.plan, self.setup.batch_sharding) for rows in batches]
+
+    def _save(self) -> None:
+        meta = {
+            "step": self.done,
+            "updates": int(self.state["updates"]),
+            "tokens": self.tokens,
+            "seed": self.config.train.seed,
+            "corpus": self.corpus.fingerprint,
+            "tokenizer": self.corpus.tokenizer_fingerprint,
+            "mesh": self.setup.topology.sizes,
+            "config": json.loads(self.config.model_dump_json()),
+            "environment": environment(),
+        }
+        self.checkpoints.save(self.done, self.state, gather_json(self.stream.get_state()), meta)
+
+    def _check_meta(self, meta: dict[str, Any]) -> None:
+        for key, value in (("corpus", self.corpus.fingerprint), ("tokenizer", self.corpus.tokenizer_fingerprint)):
+            if meta[key] != value:
+                raise ConfigError(
+                    f"the {key} changed since this run began ({meta[key][:12]} -> {value[:12]}): the data position of "
+                    f"{self.directory} means nothing for it; restore data.sources or start another --run"
+                )
+
+    def _sample(self) -> str | None:
+        train = self.config.train
+        if not train.sample_prompt:
+            return None
+        prompt = self.corpus.tokenizer.encode(train.sample_prompt).ids
+        replicated = jax.tree.map(lambda _: NamedSharding(self.setup.mesh, PartitionSpec()), self.setup.layout.weights)
+        params = jax.jit(lambda tree: tree, out_shardings=replicated)(self.state["params"])
+        ids = sample(
+            self.setup.model,
+            params,
+            prompt,
+            min(train.sample_tokens, self.config.data.length - len(prompt)),
+            train.sample_temperature,
+            jax.random.key(train.seed),
+        )
+        return self.corpus.tokenizer.decode(list(ids))

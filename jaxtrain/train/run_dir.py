@@ -1,0 +1,70 @@
+"""The run directory: what a run was, written before its first update and checked on every rerun."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxtrain.config import ConfigError, RunConfig, diff_configs, dump_config, to_tree
+
+# Settings that a resumed run may change: where and how it computes, what it shows, how long it goes on.
+FREE = ("mesh.", "cluster.", "rules.", "remat.", "observe.", "checkpoint.", "eval.", "train.updates",
+        "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "precision.max_skipped")  # fmt: skip
+
+
+def write_run(directory: Path, config: RunConfig, sharding: dict[str, Any], environment: dict[str, Any]) -> None:
+    """Create or re-enter a run directory: config.yaml, environment.json, sharding.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_text(directory / "config.yaml", dump_config(config))
+    write_json(directory / "environment.json", environment)
+    write_json(directory / "sharding.json", sharding)
+
+
+def check_same_run(directory: Path, config: RunConfig) -> list[str]:
+    """One line for each setting that changed since the directory's last start.
+
+    Raises ConfigError listing the keys when a setting differs that a resumed run may not change.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--run {directory} is a file: name a directory")
+    path = directory / "config.yaml"
+    if not path.exists():
+        if directory.is_dir() and any(directory.iterdir()):
+            raise ConfigError(f"--run {directory} is not empty and not a run (it has no config.yaml): name another one")
+        return []
+    try:
+        old = yaml.safe_load(path.read_text(encoding="utf-8"))
+        rows = diff_configs(old, to_tree(config))
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is not readable ({error}): restore it, or start another --run") from None
+    fixed = [row for row in rows if not row[0].startswith(FREE)]
+    if fixed:
+        table = "\n".join(f"  {key}: {a!r} there, {b!r} now" for key, a, b in fixed)
+        raise ConfigError(
+            f"{directory} holds a run of another configuration:\n{table}\nname another --run directory, or change back"
+        )
+    return [f"{key} changed from {a!r} to {b!r} since the last start" for key, a, b in rows]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one JSON object; raises ConfigError naming the file."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is not readable JSON: {error}") from None
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write one JSON object atomically."""
+    write_text(path, json.dumps(value, indent=1, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically: the old one or the new one, never a part."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
