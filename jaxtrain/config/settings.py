@@ -344,7 +344,7 @@ class OptimizerConfig(Section):
             raise ValueError("optimizer.unit is tokens: set optimizer.total, the scored tokens until the schedule ends")
         if self.schedule == "wsd" and self.decay == 0:
             raise ValueError(
-                "optimizer.schedule is wsd and optimizer.decay is 0: set optimizer.decay, the length of the final fall, "
+                "optimizer.schedule is wsd and optimizer.decay is 0: set optimizer.decay, the units of the final fall, "
                 "or use optimizer.schedule constant"
             )
         return self
