@@ -1,0 +1,57 @@
+"""Sampling from a model in a buffer of fixed size: one compilation, the prefix recomputed for every token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtrain.config import ConfigError
+from jaxtrain.nn.model import Model, Tree
+from jaxtrain.ops.loss import soft_cap
+
+
+def sample(
+    model: Model, params: Tree, prompt_ids: Sequence[int], n: int, temperature: float, key: jax.Array
+) -> NDArray[np.int32]:
+    """The prompt followed by n tokens drawn at `temperature` (0 is greedy): int32 [len(prompt_ids) + n].
+
+    Raises ConfigError for an empty prompt, and where the text would be longer than learned positions.
+    Call it outside `use_rules`: one row cannot be split over replicas.
+    """
+    length, longest = len(prompt_ids) + n, model.config.max_length
+    if not len(prompt_ids):
+        raise ConfigError("train.sample_prompt has no token: give at least one character, or an empty prompt for none")
+    if model.config.positions == "learned" and length > longest:
+        raise ConfigError(
+            f"train.sample_tokens {n} after a prompt of {len(prompt_ids)} tokens exceeds model.max_length {longest}, "
+            "the rows of learned positions: sample fewer tokens"
+        )
+    buffer = np.zeros(length, np.int32)
+    buffer[: len(prompt_ids)] = prompt_ids
+    return np.asarray(_fill(model, params, buffer, len(prompt_ids), jnp.float32(temperature), key))
+
+
+@partial(jax.jit, static_argnums=0)
+def _fill(
+    model: Model, params: Tree, buffer_L: jax.Array, start: jax.Array, temperature: jax.Array, key: jax.Array
+) -> jax.Array:
+    """Write tokens at `start` and after it; what lies behind the next token is hidden from it by causality."""
+    positions_BL = jnp.arange(buffer_L.shape[0])[None]
+    segments_BL = jnp.ones_like(positions_BL)
+    head_DV = model.head(params)
+
+    def write(at: jax.Array, buffer_L: jax.Array) -> jax.Array:
+        x_BLD = model.hidden(params, buffer_L[None], positions_BL, segments_BL)
+        logits_V = soft_cap(
+            jnp.dot(x_BLD[0, at - 1], head_DV, preferred_element_type=jnp.float32), model.config.logit_softcap
+        )
+        drawn = jax.random.categorical(jax.random.fold_in(key, at), logits_V / jnp.maximum(temperature, 1e-6))
+        token = jnp.where(temperature > 0, drawn, jnp.argmax(logits_V))
+        return buffer_L.at[at].set(token.astype(buffer_L.dtype))
+
+    return jax.lax.fori_loop(start, buffer_L.shape[0], write, buffer_L)

@@ -1,0 +1,156 @@
+"""Modules of a decoder block: each parameter is declared with the logical name of every dim.
+
+B batch, L length, D model, H heads, K kv heads, E head width, F feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.mesh.rules import constrain
+from jaxtrain.numerics.remat import tag
+from jaxtrain.ops import attention, norm, rope
+
+Names = tuple[str, ...]
+
+NONLINEARITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "swiglu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
+"""model.activation -> elementwise function (of the gate where there is one)."""
+
+
+def gaussian(rngs: nnx.Rngs, shape: tuple[int, ...], names: Names, std: float) -> nnx.Param:
+    """A float32 parameter drawn from N(0, std**2)."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), names=names)
+
+
+def constant(value: float, shape: tuple[int, ...], names: Names) -> nnx.Param:
+    """A float32 parameter born as one number everywhere."""
+    return nnx.Param(jnp.full(shape, value, jnp.float32), names=names)
+
+
+class Linear(nnx.Module):
+    """An einsum with a weight, and a bias over the weight's last dims where `bias` names them."""
+
+    def __init__(
+        self, rngs: nnx.Rngs, equation: str, shape: tuple[int, ...], names: Names, std: float, bias: Names | None
+    ) -> None:
+        self.equation = equation
+        self.weight = gaussian(rngs, shape, names, std)
+        self.bias = constant(0.0, shape[-len(bias) :], bias) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Contract x's last dims with the weight, as the equation says."""
+        out = jnp.einsum(self.equation, x, self.weight[...])
+        return out if self.bias is None else out + self.bias[...]
+
+
+class Norm(nnx.Module):
+    """RMSNorm, or LayerNorm with a bias, over the last dim."""
+
+    def __init__(self, kind: str, width: int, names: Names, eps: float) -> None:
+        self.eps = eps
+        self.scale = constant(1.0, (width,), names)
+        self.bias = constant(0.0, (width,), names) if kind == "layernorm" else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., width] -> [..., width]."""
+        if self.bias is None:
+            return norm.rms_norm(x, self.scale[...], self.eps)
+        return norm.layer_norm(x, self.scale[...], self.bias[...], self.eps)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention with rotary positions where tables are given."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        D, H, K, E, std = config.d_model, config.n_heads, config.kv_heads, config.width_of_head, config.init_std
+        bias = (("heads", "head_dim"), ("kv_heads", "head_dim")) if config.qkv_bias else (None, None)
+        self.softcap = config.attention_softcap
+        self.query = Linear(rngs, "BLD,DHE->BLHE", (D, H, E), ("embed", "heads", "head_dim"), std, bias[0])
+        self.key = Linear(rngs, "BLD,DKE->BLKE", (D, K, E), ("embed", "kv_heads", "head_dim"), std, bias[1])
+        self.value = Linear(rngs, "BLD,DKE->BLKE", (D, K, E), ("embed", "kv_heads", "head_dim"), std, bias[1])
+        self.query_norm = Norm("rmsnorm", E, ("head_dim",), config.norm_eps) if config.qk_norm else None
+        self.key_norm = Norm("rmsnorm", E, ("head_dim",), config.norm_eps) if config.qk_norm else None
+        self.out = Linear(
+            rngs, "BLHE,HED->BLD", (H, E, D), ("heads", "head_dim", "embed"), residual_std(config),
+            ("norm",) if config.out_bias else None,
+        )  # fmt: skip
+
+    def __call__(
+        self, x_BLD: jax.Array, segments_BL: jax.Array, rotation: tuple[jax.Array, jax.Array] | None, window: jax.Array
+    ) -> jax.Array:
+        """[B, L, D] -> [B, L, D]; `rotation` holds cosines and sines [B, L, E/2]."""
+        q_BLHE = self._place(self.query(x_BLD), self.query_norm, rotation, "heads")
+        k_BLKE = self._place(self.key(x_BLD), self.key_norm, rotation, "kv_heads")
+        v_BLKE = self._place(self.value(x_BLD), None, None, "kv_heads")
+        out_BLHE = attention.attend(q_BLHE, k_BLKE, v_BLKE, segments_BL, window, self.softcap)
+        return self.out(tag(constrain(out_BLHE, "batch", "length", "heads", "head_dim"), "attention_out"))
+
+    @staticmethod
+    def _place(
+        x_BLHE: jax.Array, normalise: Norm | None, rotation: tuple[jax.Array, jax.Array] | None, heads: str
+    ) -> jax.Array:
+        x_BLHE = constrain(x_BLHE, "batch", "length", heads, "head_dim")
+        if normalise is not None:
+            x_BLHE = normalise(x_BLHE)
+        if rotation is not None:
+            x_BLHE = rope.rotate(x_BLHE, *rotation)
+        return tag(x_BLHE, "qkv")
+
+
+class MLP(nnx.Module):
+    """Feed-forward layer: up, nonlinearity (of a gate, for swiglu), down."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        D, F, std = config.d_model, config.d_ff, config.init_std
+        wide, narrow = (("mlp",), ("norm",)) if config.mlp_bias else (None, None)
+        gated = config.activation == "swiglu"
+        self.activation = config.activation
+        self.gate = Linear(rngs, "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide) if gated else None
+        self.up = Linear(rngs, "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide)
+        self.down = Linear(rngs, "BLF,FD->BLD", (F, D), ("mlp", "embed"), residual_std(config), narrow)
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """[B, L, D] -> [B, L, D]."""
+        act = NONLINEARITIES[self.activation]
+        up_BLF = tag(constrain(self.up(x_BLD), "batch", "length", "mlp"), "mlp_up")
+        if self.gate is None:
+            hidden_BLF = act(up_BLF)
+        else:
+            hidden_BLF = act(tag(constrain(self.gate(x_BLD), "batch", "length", "mlp"), "mlp_gate")) * up_BLF
+        return self.down(tag(hidden_BLF, "mlp_hidden"))
+
+
+class Embedding(nnx.Module):
+    """Token table, and a table of positions where they are learned."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        D, std = config.d_model, config.init_std
+        learned = config.positions == "learned"
+        self.tokens = gaussian(rngs, (config.vocab_size, D), ("vocab", "embed"), std)
+        self.positions = gaussian(rngs, (config.max_length, D), ("positions", "embed"), std) if learned else None
+
+    def __call__(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
+        """Token and position ids [B, L] -> [B, L, D]."""
+        x_BLD = lookup(self.tokens[...], tokens_BL)
+        return x_BLD if self.positions is None else x_BLD + lookup(self.positions[...], positions_BL)
+
+
+def lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
+    """Rows of a table, which may be sharded: [B, L, D]."""
+    return table_VD[ids_BL]
+
+
+def residual_std(config: ModelConfig) -> float:
+    """Spread of projections that add to the residual stream, so that its variance does not grow with depth (GPT-2)."""
+    return config.init_std / math.sqrt(2 * config.n_layers)
