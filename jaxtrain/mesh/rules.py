@@ -1,0 +1,291 @@
+"""Logical dimension names -> mesh axes: presets, single entries, strict resolution, activation constraints.
+
+Parallelism is a table: which mesh axes shard a dimension of which name. `spec_for` reads the table for a parameter,
+`constrain` for an activation. Nothing is dropped silently: what cannot be done is a finding, and a finding is an error
+unless `rules.allow` accepts it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.config import Axis, ConfigError, RulesConfig, nearest
+from jaxtrain.mesh.param import Param
+
+Table = Mapping[str, tuple[Axis, ...]]
+
+BASE: Table = {
+    "batch": ("data", "expert"),
+    "length": ("seq",),
+    "residual_length": ("seq",),
+    "layers": ("pipe",),
+    "experts": ("expert",),
+}
+_TENSOR: Table = {"heads": ("tensor",), "kv_heads": ("tensor",), "mlp": ("tensor",), "vocab": ("tensor",)}
+_FSDP: Table = {"embed": ("data",), "norm": ("data",)}
+PRESETS: dict[str, Table] = {
+    "ddp": {},
+    "zero1": {"optimizer": ("data",)},
+    "zero2": {"optimizer": ("data",), "gradients": ("data",)},
+    "zero3": _FSDP,
+    "fsdp": _FSDP,
+    "hybrid_fsdp": {"batch": ("data", "expert", "tensor"), "embed": ("tensor",), "norm": ("tensor",)},
+    "tensor": _TENSOR,
+    "tensor_sequence": {**_TENSOR, "residual_length": ("seq", "tensor")},
+}
+
+_OPTIONS = {"preset", "replicated_limit", "allow"}
+EXTRAS = ("optimizer", "gradients")
+NAMES: tuple[str, ...] = tuple(name for name in RulesConfig.model_fields if name not in {*_OPTIONS, *EXTRAS})
+ACTIVATION_ONLY = {"batch", "length", "residual_length", "hidden"}
+# The activations that a decoder constrains: their names must not claim one axis twice either.
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "residual": ("batch", "residual_length", "hidden"),
+    "queries": ("batch", "length", "heads", "head_dim"),
+    "keys": ("batch", "length", "kv_heads", "head_dim"),
+    "feed-forward": ("batch", "length", "mlp"),
+    "logits": ("batch", "length", "vocab"),
+}
+# Findings that can be accepted; an unknown name and an impossible activation cannot.
+KINDS = ("indivisible", "twice", "unmatched", "replicated", "state")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one name resolves to, who said so, and who was overruled (lowest first)."""
+
+    axes: tuple[Axis, ...]
+    origin: str
+    losers: tuple[tuple[str, tuple[Axis, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something a rule asked for that cannot be, or that nobody asked for; `kind:subject` is its allow entry."""
+
+    kind: str
+    subject: str
+    text: str
+
+    @property
+    def entry(self) -> str:
+        """The `rules.allow` entry that accepts this finding."""
+        return f"{self.kind}:{self.subject}"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a dimension is sharded as it is."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    origin: str
+    losers: tuple[tuple[str, tuple[Axis, ...]], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A parameter's spec, one entry a dimension, with a reason for each and what went wrong."""
+
+    spec: PartitionSpec
+    reasons: tuple[Reason, ...]
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The resolved table: logical name -> mesh axes with origins."""
+
+    entries: Mapping[str, Entry]
+    replicated_limit: int
+    allow: tuple[str, ...] = ()
+
+    def axes(self, name: str) -> tuple[Axis, ...]:
+        """Mesh axes of a logical name, () where no rule names it; raises ConfigError for an unknown name."""
+        return self.entry(name).axes
+
+    def entry(self, name: str) -> Entry:
+        """Axes, origin and overruled entries of a logical name; raises ConfigError for an unknown name."""
+        if name not in NAMES and name not in EXTRAS:
+            raise ConfigError(f"unknown logical name {name!r}{nearest(name, NAMES)}; names: {', '.join(NAMES)}")
+        return self.entries.get(name, Entry((), "no rule"))
+
+    def explain(self, name: str) -> str:
+        """One line: what a name resolves to, which rule set it, which lost."""
+        entry = self.entry(name)
+        lost = "".join(f"; overrules {origin} ({show_axes(axes)})" for origin, axes in reversed(entry.losers))
+        return f"{name} -> {show_axes(entry.axes)} by {entry.origin}{lost}"
+
+    def allows(self, finding: Finding) -> bool:
+        """Whether `rules.allow` accepts a finding."""
+        return any(fnmatchcase(finding.entry, pattern) for pattern in self.allow)
+
+
+def resolve_rules(config: RulesConfig) -> Rules:
+    """Base table, presets in order, then the entries set in `rules`; raises ConfigError for an unknown preset."""
+    layers: list[tuple[str, Table]] = [("base", BASE)]
+    for preset in config.preset:
+        if preset not in PRESETS:
+            raise ConfigError(
+                f"rules.preset {preset!r} is unknown{nearest(preset, PRESETS)}; presets: {', '.join(PRESETS)}"
+            )
+        layers.append((f"preset {preset}", PRESETS[preset]))
+    explicit = [name for name in (*NAMES, *EXTRAS) if name in config.model_fields_set]
+    layers += [(f"rules.{name}", {name: _as_tuple(getattr(config, name))}) for name in explicit]
+    entries: dict[str, Entry] = {}
+    for origin, table in layers:
+        for name, axes in table.items():
+            if len(set(axes)) < len(axes):
+                raise ConfigError(f"{origin} is [{', '.join(axes)}]: one axis twice, name each axis once")
+            old = entries.get(name)
+            losers = (*old.losers, (old.origin, old.axes)) if old else ()
+            entries[name] = Entry(axes, origin, losers)
+    for pattern in config.allow:
+        kind, colon, _ = pattern.partition(":")
+        if not colon or kind not in KINDS:
+            raise ConfigError(
+                f"rules.allow entry {pattern!r} is not of the form 'kind:pattern'{nearest(kind, KINDS)}; "
+                f"kinds: {', '.join(KINDS)}"
+            )
+    return Rules(entries, config.replicated_limit, tuple(config.allow))
+
+
+def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = "parameter") -> Resolved:
+    """Spec of one parameter; axes of size 1 are left out.
+
+    kv_heads that the axes do not divide are replicated and noted; any other misfit is a finding and the dimension is
+    left whole.
+    """
+    reasons: list[Reason] = []
+    findings: list[Finding] = []
+    used: dict[Axis, str] = {}
+    for dim, (size, logical) in enumerate(zip(param.shape, param.names, strict=True)):
+        if logical not in NAMES:
+            text = f"{name} {param.shape}: dimension {dim} has the unknown logical name {logical!r}"
+            mend = f"{nearest(logical, NAMES)}; names: {', '.join(NAMES)}"
+            findings.append(Finding("unknown", name, text + mend))
+            reasons.append(Reason(logical, (), "no rule", (), "unknown name"))
+            continue
+        entry = rules.entry(logical)
+        axes = tuple(axis for axis in entry.axes if sizes[axis] > 1)
+        extent, note = math.prod(sizes[axis] for axis in axes), ""
+        where = f"{name} {param.shape}: dimension {dim} ({logical}, {size}) cannot be sharded over {show_axes(axes)}"
+        twice = [axis for axis in axes if axis in used]
+        if twice:
+            others = ", ".join(f"{used[axis]} already uses {axis}" for axis in twice)
+            mend = f"set rules.{logical} or rules.{used[twice[0]]} to null or to another axis"
+            findings.append(Finding("twice", name, f"{where} by {entry.origin}: {others} in the same spec; {mend}"))
+            axes, note = (), "left whole: " + others
+        elif size % extent and logical == "kv_heads":
+            note = f"replicated: {size} kv heads on {show_axes(axes)} of size {extent}"
+            axes = ()
+        elif size % extent:
+            mend = f"choose a size of {show_axes(axes)} that divides {size}, or set rules.{logical} to null"
+            findings.append(
+                Finding("indivisible", name, f"{where} by {entry.origin}: {extent} does not divide; {mend}")
+            )
+            axes, note = (), f"left whole: {extent} does not divide {size}"
+        used |= dict.fromkeys(axes, logical)
+        reasons.append(Reason(logical, axes, entry.origin, entry.losers, note))
+    return Resolved(make_spec(reason.axes for reason in reasons), tuple(reasons), tuple(findings))
+
+
+def raise_findings(findings: Sequence[Finding], rules: Rules) -> tuple[str, ...]:
+    """Raise all findings that `rules.allow` does not accept as one ConfigError; notes of those it does."""
+    refused = [finding for finding in findings if not rules.allows(finding)]
+    if refused:
+        accept = {f.entry: f" (or accept it: rules.allow: ['{f.entry}'])" for f in refused if f.kind in KINDS}
+        raise ConfigError("\n".join(finding.text + accept.get(finding.entry, "") for finding in refused))
+    return tuple(f"allowed {finding.entry}: {finding.text}" for finding in findings)
+
+
+def activation_findings(rules: Rules, sizes: Mapping[Axis, int]) -> list[Finding]:
+    """Activations whose names would claim one mesh axis twice."""
+    findings = []
+    for activation, names in ACTIVATIONS.items():
+        used: dict[Axis, str] = {}
+        for name in names:
+            for axis in rules.axes(name):
+                if sizes[axis] > 1 and axis in used:
+                    text = f"activation {activation} {names}: {used[axis]} and {name} both use {axis}"
+                    mend = f"set rules.{name} or rules.{used[axis]} to null or to another axis"
+                    findings.append(Finding("activation", activation, f"{text}; {mend}"))
+                used[axis] = name
+    return findings
+
+
+@dataclass(frozen=True)
+class _Context:
+    rules: Rules
+    mesh: Mesh | AbstractMesh
+    without: frozenset[str]
+
+
+_CONTEXT: ContextVar[_Context | None] = ContextVar("jaxtrain_rules", default=None)
+
+
+@contextmanager
+def use_rules(rules: Rules, mesh: Mesh | AbstractMesh, without: Iterable[str] = ()) -> Iterator[None]:
+    """Let `constrain` act on `mesh` while tracing; axes in `without` belong to an enclosing vmap and are left out."""
+    token = _CONTEXT.set(_Context(rules, mesh, frozenset(without)))
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Pin an activation's sharding by one logical name (None: whole) a dimension; the identity outside `use_rules`.
+
+    kv_heads that do not divide stay whole; raises ConfigError for another dimension that does not divide, an axis
+    used twice, an unknown name.
+    """
+    context = _CONTEXT.get()
+    if context is None:
+        return x
+    if len(names) != x.ndim:
+        raise AssertionError(f"constrain: {len(names)} names {names} for shape {x.shape}")
+    sizes, dims = context.mesh.shape, []
+    for dim, (size, name) in enumerate(zip(x.shape, names, strict=True)):
+        wanted = context.rules.axes(name) if name else ()
+        axes = tuple(axis for axis in wanted if sizes[axis] > 1 and axis not in context.without)
+        extent = math.prod(sizes[axis] for axis in axes)
+        if size % extent and name != "kv_heads":
+            raise ConfigError(
+                f"activation {names} of shape {x.shape}: dimension {dim} ({name}, {size}) is not divisible by "
+                f"{show_axes(axes)} = {extent} ({context.rules.explain(str(name))}): change the size or rules.{name}"
+            )
+        dims.append(axes if size % extent == 0 else ())
+    flat = [axis for axes in dims for axis in axes]
+    if len(set(flat)) < len(flat):
+        raise ConfigError(f"activation {names}: one mesh axis twice in {make_spec(dims)}; change rules of these names")
+    return jax.lax.with_sharding_constraint(x, NamedSharding(context.mesh, make_spec(dims)))
+
+
+def make_spec(dims: Iterable[tuple[Axis, ...]]) -> PartitionSpec:
+    """PartitionSpec with one entry a dimension: None, an axis, or a tuple of axes."""
+    return PartitionSpec(*(None if not axes else axes[0] if len(axes) == 1 else axes for axes in dims))
+
+
+def spec_axes(spec: PartitionSpec, ndim: int) -> list[tuple[Axis, ...]]:
+    """The inverse of `make_spec`: a tuple of axes for each of `ndim` dimensions."""
+    dims = [() if d is None else (d,) if isinstance(d, str) else tuple(d) for d in spec]
+    return dims + [()] * (ndim - len(dims))
+
+
+def show_axes(axes: Iterable[str]) -> str:
+    """'data x tensor', or 'null'."""
+    return " x ".join(axes) or "null"
+
+
+def _as_tuple(axes: Axis | list[Axis] | None) -> tuple[Axis, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
