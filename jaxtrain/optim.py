@@ -56,12 +56,13 @@ def learning_rate(
     total = schedule_end(config, updates_total)
     by_tokens = config.unit == "tokens"
     done = jnp.asarray(tokens if by_tokens else updates, jnp.float32)
-    rising = (done if by_tokens else done + 1.0) / max(config.warmup, 1)
-    start = total - config.decay if config.schedule == "wsd" else config.warmup
-    way = jnp.clip((done - start) / max(total - start, 1), 0.0, 1.0)
+    # floats: token counts exceed the int32 that JAX makes of Python's integers
+    warmup, start = float(config.warmup), float(total - config.decay if config.schedule == "wsd" else config.warmup)
+    rising = (done if by_tokens else done + 1.0) / max(warmup, 1.0)
+    way = jnp.clip((done - start) / max(total - start, 1.0), 0.0, 1.0)
     fallen = {"constant": jnp.zeros_like(way), "cosine": 0.5 - 0.5 * jnp.cos(jnp.pi * way)}.get(config.schedule, way)
     falling = 1.0 - (1.0 - config.final_ratio) * fallen
-    return config.learning_rate * jnp.where(done < config.warmup, rising, falling)
+    return config.learning_rate * jnp.where(done < warmup, rising, falling)
 
 
 def schedule_end(config: OptimizerConfig, updates_total: int) -> int:
