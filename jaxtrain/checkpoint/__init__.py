@@ -1,0 +1,7 @@
+"""Saving and restoring: `Checkpoints`, `digest`, `gather_json`. Importing it costs a second (Orbax)."""
+
+from jaxtrain.checkpoint.digest import digest
+from jaxtrain.checkpoint.gather import gather_json
+from jaxtrain.checkpoint.store import Checkpoints, Restored
+
+__all__ = ["Checkpoints", "Restored", "digest", "gather_json"]
