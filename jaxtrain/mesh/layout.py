@@ -32,8 +32,9 @@ from jaxtrain.mesh.rules import (
 )
 
 Tree = Any
-# An optimizer's own constants (Muon's Newton-Schulz coefficients, say) are vectors this short; they are replicated.
-CONSTANTS = 64
+# An optimizer's own constants and counters (Newton-Schulz coefficients, one count a layer) are vectors this short at
+# most; they are replicated.
+CONSTANTS = 1024
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Layout:
         Scalars and short constants are replicated. Raises ConfigError for any other leaf.
         """
         flat, treedef = jax.tree_util.tree_flatten_with_path(abstract_state)
-        shapes, specs = flatten(params), flatten(self.optimizer)
+        shapes, specs = flatten_paths(params), flatten_paths(self.optimizer)
         owners = {tuple(name.split("/")): (param.shape, specs[name]) for name, param in shapes.items()}
         findings: list[Finding] = []
         out = []
@@ -85,7 +86,7 @@ def plan_layout(params: Tree, rules: Rules, sizes: Mapping[Axis, int], separate_
     separate_masters: weights are cast from float32 masters, which then take the optimizer's spec. Raises one
     ConfigError with every finding (parameter, dimension, spec, mend) that `rules.allow` does not accept.
     """
-    flat = flatten(params)
+    flat = flatten_paths(params)
     resolved = {name: spec_for(param, rules, sizes, name) for name, param in flat.items()}
     findings = [finding for one in resolved.values() for finding in one.findings]
     findings += _unmatched(flat, rules) + _replicated(flat, resolved, rules) + activation_findings(rules, sizes)
@@ -153,7 +154,7 @@ def bytes_per_device(tree: Tree, specs: Tree, sizes: Mapping[Axis, int], itemsiz
     return sum(jax.tree.leaves(jax.tree.map(local, tree, specs)))
 
 
-def flatten(tree: Tree) -> dict[str, Any]:
+def flatten_paths(tree: Tree) -> dict[str, Any]:
     """Nested dicts -> {'layers/attention/query': leaf} in tree order."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
@@ -252,10 +253,14 @@ def _kept_dims(shape: tuple[int, ...], whole: tuple[int, ...]) -> list[int | Non
         kept = [i if n == m else None for i, (n, m) in enumerate(zip(shape, whole, strict=True))]
         return kept if all(i is not None or n == 1 for i, n in zip(kept, shape, strict=True)) else None
     found: list[int | None] = []
-    for i, n in enumerate(whole):
-        if len(found) < len(shape) and shape[len(found)] == n:
-            found.append(i)
-    return found if len(found) == len(shape) else None
+    start = 0
+    for n in shape:
+        match = next((i for i in range(start, len(whole)) if whole[i] == n), None)
+        if match is None and n != 1:
+            return None
+        found.append(match)
+        start = start if match is None else match + 1
+    return found
 
 
 def _key(key: Any) -> str:

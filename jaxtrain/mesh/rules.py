@@ -49,6 +49,7 @@ ACTIVATION_ONLY = {"batch", "length", "residual_length", "hidden"}
 # The activations that a decoder constrains: their names must not claim one axis twice either.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "residual": ("batch", "residual_length", "hidden"),
+    "half-block input": ("batch", "length", "hidden"),
     "queries": ("batch", "length", "heads", "head_dim"),
     "keys": ("batch", "length", "kv_heads", "head_dim"),
     "feed-forward": ("batch", "length", "mlp"),
