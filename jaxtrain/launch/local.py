@@ -1,0 +1,188 @@
+"""Several processes of one job on this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from jaxtrain.config import ConfigError
+from jaxtrain.launch.place import visible_gpus
+
+GRACE_S = 5.0
+"""Seconds that the others are left when one process has failed: what they hold cannot be saved without it."""
+SIGNAL_GRACE_S = 120.0
+"""Seconds for processes to save and end after a signal to the launcher; a second signal ends them at once."""
+POLL_S = 0.05
+
+
+class _Worker:
+    """One started process; a thread of its own passes its output on."""
+
+    def __init__(self, number: int, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self.number = number
+        self.tail: deque[str] = deque(maxlen=20)
+        # Its own session: a signal reaches its helpers too, and Ctrl-C reaches it once, from the launcher.
+        self.process = subprocess.Popen(
+            [*command], env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True, preexec_fn=_die_with(os.getpid()),
+        )  # fmt: skip
+        self.reader = threading.Thread(target=self._pass_on, daemon=True)
+
+    @property
+    def status(self) -> int | None:
+        """Exit status as a shell shows it (128 + signal); None while it runs."""
+        code = self.process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def send(self, signum: int) -> None:
+        """Signal the process and its children, if it still runs."""
+        if self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signum)
+
+    def _pass_on(self) -> None:
+        assert self.process.stdout is not None
+        prefix = f"[{self.number}] " if self.number else ""
+        for line in self.process.stdout:
+            text = line.decode(errors="replace").rstrip("\n")
+            self.tail.append(text)
+            print(prefix + text, flush=True)
+
+
+def launch(
+    command: Sequence[str], processes: int, devices_per_process: int | None = None, grace: float = GRACE_S
+) -> int:
+    """Run `command --coordinator 127.0.0.1:PORT --processes N --process-id i` N times; 0, or the first failure's.
+
+    Lines of process 0 are passed on as they are, the others' behind "[i] ". When a process fails, the rest are ended
+    (SIGTERM, SIGKILL after `grace` seconds); SIGINT and SIGTERM are passed on; none survives the launcher, even killed.
+    Each process has `devices_per_process` CPU devices, or GPUs of its own. Raises ConfigError for impossible numbers.
+    """
+    environments = [dict(env) for env in worker_environments(processes, devices_per_process, os.environ)]
+    address = f"127.0.0.1:{free_port()}"
+    workers: list[_Worker] = []
+    try:
+        with _signals_to(workers) as interrupted:
+            for i, env in enumerate(environments):
+                words = [*command, "--coordinator", address, "--processes", str(processes), "--process-id", str(i)]
+                workers.append(_Worker(i, words, env))
+            # Threads start after the last fork.
+            for worker in workers:
+                worker.reader.start()
+            return _wait(workers, grace, interrupted)
+    finally:
+        for worker in workers:
+            worker.send(signal.SIGKILL)
+            worker.process.wait()
+
+
+def worker_environments(processes: int, devices: int | None, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """Environment of each process: CPU devices, and a slice of the GPUs where this machine has some.
+
+    Raises ConfigError when the GPUs do not suffice.
+    """
+    if processes < 1 or (devices is not None and devices < 1):
+        raise ConfigError(f"--processes {processes} --devices-per-process {devices}: both must be positive")
+    gpus = 0 if env.get("JAX_PLATFORMS") == "cpu" else visible_gpus(env)
+    each = devices or gpus // processes
+    if gpus and (each == 0 or each * processes > gpus):
+        raise ConfigError(
+            f"--processes {processes} with {each or 1} GPUs each needs {(each or 1) * processes}, this machine shows "
+            f"{gpus}: lower --processes or --devices-per-process, or set JAX_PLATFORMS=cpu to simulate devices"
+        )
+    names = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    width = shutil.get_terminal_size().columns - len("[0] ")
+    for i in range(processes):
+        own = {"PYTHONUNBUFFERED": "1", "COLUMNS": str(width)}
+        if devices is not None:
+            own["JAX_NUM_CPU_DEVICES"] = str(devices)
+        if gpus:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(names[i * each : (i + 1) * each])
+        yield {**env, **own}
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait(workers: Sequence[_Worker], grace: float, interrupted: Callable[[], float | None]) -> int:
+    """Wait for all; the first failure ends the rest."""
+    failed: _Worker | None = None
+    deadline: float | None = None
+    while any(worker.status is None for worker in workers):
+        if failed is None:
+            failed = next((worker for worker in workers if worker.status), None)
+            if failed is not None and interrupted() is None:
+                deadline = time.monotonic() + grace
+                for worker in workers:
+                    worker.send(signal.SIGTERM)
+        limit = min((moment for moment in (deadline, interrupted()) if moment is not None), default=None)
+        if limit is not None and time.monotonic() >= limit:
+            for worker in workers:
+                worker.send(signal.SIGKILL)
+        time.sleep(POLL_S)
+    for worker in workers:
+        worker.reader.join(timeout=5)
+    failed = failed or next((worker for worker in workers if worker.status), None)
+    if failed is None:
+        return 0
+    if interrupted() is None:
+        _explain(failed, len(workers))
+    return failed.status or 1
+
+
+def _explain(worker: _Worker, processes: int) -> None:
+    lines = "\n".join(f"  {line}" for line in worker.tail) or "  (it printed nothing)"
+    print(
+        f"jaxtrain: process {worker.number} of {processes} ended with status {worker.status}, the others were ended; "
+        f"its last lines:\n{lines}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+@contextmanager
+def _signals_to(workers: Sequence[_Worker]) -> Iterator[Callable[[], float | None]]:
+    """Pass SIGINT and SIGTERM on; yields when the workers must be gone after one, None without (main thread only)."""
+    deadline: float | None = None
+
+    def forward(signum: int, _: object) -> None:
+        nonlocal deadline
+        deadline = time.monotonic() + SIGNAL_GRACE_S if deadline is None else 0.0
+        for worker in workers:
+            worker.send(signum)
+
+    here = threading.current_thread() is threading.main_thread()
+    previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)} if here else {}
+    try:
+        yield lambda: deadline
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """For Linux: what a child calls so that the kernel kills it when the launcher ends, however it ends."""
+    if sys.platform != "linux":
+        return None
+    set_death_signal, number = ctypes.CDLL(None).prctl, 1
+
+    def prepare() -> None:
+        set_death_signal(number, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return prepare

@@ -1,0 +1,71 @@
+"""metrics.jsonl as a file: one JSON object an update, readable after any kill."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config import ConfigError
+
+METRICS = "metrics.jsonl"
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Rows of RUN/metrics.jsonl in file order, an unfinished last line left out; [] when there is no file.
+
+    Raises ConfigError naming the line when a finished line is no JSON object with a step.
+    """
+    return [row for row, _ in _lines(run_dir / METRICS)]
+
+
+def truncate_metrics(run_dir: Path, step: int) -> int | None:
+    """Keep the rows of updates up to `step`, dropping an unfinished last line, atomically; the last step kept."""
+    path = run_dir / METRICS
+    kept = [(row["step"], line) for row, line in _lines(path) if row["step"] <= step]
+    if path.exists():
+        write_atomic(path, b"".join(line for _, line in kept))
+    return kept[-1][0] if kept else None
+
+
+def to_json(row: Mapping[str, Any]) -> str:
+    """One line of valid JSON; numbers that are not finite become null, their names are listed under "nonfinite"."""
+    values = {name: _plain(value) for name, value in row.items()}
+    bad = [name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
+    if bad:
+        values |= dict.fromkeys(bad) | {"nonfinite": bad}
+    return json.dumps(values, allow_nan=False)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    """Replace a file's content in one step: readers and a kill see the old or the new, never a part."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+
+
+def _lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            return
+        try:
+            row = json.loads(line)
+            int(row["step"])
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(
+                f"{path} line {number} is not a JSON object with a step: mend or remove that line"
+            ) from None
+        yield row, line
+
+
+def _plain(value: Any) -> Any:
+    """Scalars of numpy and jax as Python numbers."""
+    return value.item() if hasattr(value, "item") else value

@@ -1,0 +1,133 @@
+"""Model FLOPs and parameter counts in closed form, and the peak FLOP/s of known devices.
+
+The formula, for one position of a row of `length` positions (config alone, nothing is measured):
+
+    forward  = 2 * matmul weights + 4 * n_heads * head_dim * (keys, summed over layers)
+    training = 3 * forward
+
+A multiply and an add are two FLOPs; the backward pass costs twice the forward. Matmul weights are the projections, the
+feed-forward layer and the output head; the embedding lookup, norms, softmax and whatever remat computes again are not
+model FLOPs (PaLM, arXiv:2204.02311, appendix B). "full" counts `length` keys a position, as if nothing were masked;
+"causal" counts the keys a position can see on average: (length + 1) / 2, fewer in a sliding window. Document borders in
+packed rows are not subtracted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxtrain.config import ModelConfig
+
+Compute = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Training FLOPs of one position, with masked scores left out (causal) and counted (full)."""
+
+    causal: float
+    full: float
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense TFLOP/s of one device; None where it has no such arithmetic or no published figure."""
+
+    bfloat16: float | None
+    float16: float | None
+    tensor32: float | None
+    """float32 arrays at XLA's default precision: TF32 from Ampere on, one bfloat16 pass on a TPU."""
+    float32: float | None
+    """float32 arrays at highest precision."""
+
+
+# Makers' figures without sparsity, by whole words of jax' device_kind; of several names that fit the longest counts.
+PEAKS: dict[str, Peak] = {
+    # NVIDIA V100 datasheet (SXM2)
+    "V100": Peak(None, 125.0, 15.7, 15.7),
+    # NVIDIA A100 datasheet (SXM and PCIe have the same peaks)
+    "A100": Peak(312.0, 312.0, 156.0, 19.5),
+    # NVIDIA A10, L4, L40, L40S datasheets, sparse figures halved
+    "A10": Peak(125.0, 125.0, 62.5, 31.2),
+    "L4": Peak(121.0, 121.0, 60.0, 30.3),
+    "L40": Peak(181.05, 181.05, 90.5, 90.5),
+    "L40S": Peak(362.05, 362.05, 183.0, 91.6),
+    # NVIDIA H100 architecture whitepaper v1.04, table 2; NVL: H100 NVL product brief, sparse figures halved
+    "H100": Peak(989.4, 989.4, 494.7, 66.9),
+    "H100 PCIe": Peak(756.0, 756.0, 378.0, 51.2),
+    "H100 NVL": Peak(835.5, 835.5, 417.5, 60.0),
+    # NVIDIA H200 and GH200 datasheets: the H100's chip
+    "H200": Peak(989.4, 989.4, 494.7, 66.9),
+    "H200 NVL": Peak(835.5, 835.5, 417.5, 60.0),
+    "GH200": Peak(989.4, 989.4, 494.7, 66.9),
+    # NVIDIA HGX B200 and HGX B300 specifications: 36 PFLOP/s BF16 and 18 TF32 with sparsity, 600 TFLOP/s FP32, over 8
+    "B200": Peak(2250.0, 2250.0, 1125.0, 75.0),
+    "B300": Peak(2250.0, 2250.0, 1125.0, 75.0),
+    # NVIDIA GB200 and GB300 NVL72 specifications, over 72: 360 PFLOP/s BF16 and 180 TF32 with sparsity, 5.76 FP32
+    "GB200": Peak(2500.0, 2500.0, 1250.0, 80.0),
+    "GB300": Peak(2500.0, 2500.0, 1250.0, 80.0),
+    # Google Cloud TPU documentation, system architecture pages; jax calls v5e and v6e "lite", v5p plain "v5"
+    "TPU v4": Peak(275.0, None, 275.0, None),
+    "TPU v5": Peak(459.0, None, 459.0, None),
+    "TPU v5p": Peak(459.0, None, 459.0, None),
+    "TPU v5 lite": Peak(197.0, None, 197.0, None),
+    "TPU v5e": Peak(197.0, None, 197.0, None),
+    "TPU v6 lite": Peak(918.0, None, 918.0, None),
+    "TPU v6e": Peak(918.0, None, 918.0, None),
+}
+
+
+def peak_flops(device_kind: str, compute: Compute, matmul_precision: str | None = None) -> float | None:
+    """Dense peak FLOP/s of one device for a compute dtype; None for an unknown device, a CPU or a MIG slice.
+
+    `matmul_precision` is jax' jax_default_matmul_precision: "highest" and "float32" keep float32 matmuls in full.
+    """
+    names = [name for name in PEAKS if re.search(rf"\b{re.escape(name)}\b", device_kind)]
+    if not names or re.search(r"\bMIG\b", device_kind):
+        return None
+    whole = matmul_precision in ("highest", "float32")
+    column = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32" if whole else "tensor32"}[compute]
+    tera = getattr(PEAKS[max(names, key=len)], column)
+    return None if tera is None else tera * 1e12
+
+
+def training_flops(model: ModelConfig, length: int) -> Flops:
+    """Training FLOPs of one position in rows of `length` positions, by the formula at the head of this file."""
+    matmuls = 2 * matmul_weights(model)
+    score = 4 * model.n_heads * model.width_of_head
+    windows = [model.windows[layer % len(model.windows)] for layer in range(model.n_layers)]
+    visible = sum(visible_keys(length, window) for window in windows)
+    return Flops(3 * (matmuls + score * visible), 3 * (matmuls + score * length * model.n_layers))
+
+
+def visible_keys(length: int, window: int | None) -> float:
+    """Keys that a position of a causal row sees, itself included, averaged over `length` positions."""
+    reach = min(length, window or length)
+    return (reach * (reach + 1) / 2 + (length - reach) * reach) / length
+
+
+def matmul_weights(model: ModelConfig) -> int:
+    """Weights that multiply each position: projections, feed-forward layers and the head (tied or not)."""
+    return model.n_layers * (_attention(model) + _feed_forward(model)) + model.d_model * model.vocab_size
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Parameters in closed form; a tied head counts once."""
+    d, f = model.d_model, model.d_ff
+    query, key = model.n_heads * model.width_of_head, model.kv_heads * model.width_of_head
+    norm = d * (2 if model.norm == "layernorm" else 1)
+    layer = _attention(model) + _feed_forward(model) + 2 * norm
+    layer += (query + 2 * key) * model.qkv_bias + d * model.out_bias + 2 * model.width_of_head * model.qk_norm
+    layer += (d + f * (2 if model.activation == "swiglu" else 1)) * model.mlp_bias
+    tables = model.vocab_size * (1 if model.tied_head else 2) + model.max_length * (model.positions == "learned")
+    return model.n_layers * layer + norm + tables * d
+
+
+def _attention(model: ModelConfig) -> int:
+    return 2 * model.d_model * model.width_of_head * (model.n_heads + model.kv_heads)
+
+
+def _feed_forward(model: ModelConfig) -> int:
+    return model.d_model * model.d_ff * (3 if model.activation == "swiglu" else 2)
