@@ -7,7 +7,6 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,101 +19,17 @@ from jaxtrain.checkpoint import Checkpoints, gather_json
 from jaxtrain.config import AXES, ConfigError, RunConfig
 from jaxtrain.data import Corpus, Stream, held_out_batches, prepare, resolve_virtual_shards
 from jaxtrain.launch.distributed import barrier
-from jaxtrain.mesh.layout import Layout, plan_layout
-from jaxtrain.mesh.rules import Rules, resolve_rules
-from jaxtrain.mesh.topology import Topology, build_topology
 from jaxtrain.nn.generate import sample
-from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.counter import counter_int
-from jaxtrain.numerics.precision import Precision
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.log import Log
 from jaxtrain.observe.meter import Meter
 from jaxtrain.observe.report import draw_curve, summary
-from jaxtrain.optim import build_optimizer
-from jaxtrain.train.batch import BatchPlan, batch_sharding, owned_rows, place, plan_batch
+from jaxtrain.train.batch import owned_rows, place
 from jaxtrain.train.run_dir import check_same_run, write_run
-from jaxtrain.train.state import State, abstract_state, create_state, state_bytes_per_device
-from jaxtrain.train.step import Batch, Step, compile_step
-
-UNTRAINABLE = {
-    "pipe": "pipeline schedules",
-    "seq": "context parallelism",
-    "expert": "expert dispatch",
-}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A configuration resolved on real devices: everything that is decided before data or weights exist."""
-
-    config: RunConfig
-    topology: Topology
-    mesh: Mesh
-    model: Model
-    rules: Rules
-    layout: Layout
-    plan: BatchPlan
-    step: Step
-
-    @cached_property
-    def abstract(self) -> State:
-        """The train state's shapes and shardings."""
-        return abstract_state(self.model, self.step.optimizer, self.config.precision, self.layout, self.mesh)
-
-    @cached_property
-    def batch_sharding(self) -> NamedSharding:
-        """Sharding of a batch field [A, B, L]."""
-        return batch_sharding(self.plan, self.layout, self.mesh)
-
-    @cached_property
-    def abstract_batch(self) -> Batch:
-        """Shapes of one global batch."""
-        shape = (self.plan.accumulation, self.plan.rows, self.config.data.length)
-        field = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.batch_sharding)
-        return {name: field for name in ("tokens", "labels", "segments", "positions")}  # type: ignore[misc]
-
-
-def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
-    """Resolve mesh, rules, layout and batch of a configuration on these devices (default: all of this job).
-
-    Raises ConfigError where they do not fit together, or where an axis is asked for that cannot be trained yet.
-    """
-    topology = build_topology(config.mesh, config.cluster, devices)
-    for axis, what in UNTRAINABLE.items():
-        if topology.sizes[axis] > 1:  # type: ignore[index]
-            raise ConfigError(
-                f"mesh.{axis} is {topology.sizes[axis]}: training with {what} is not built yet; "  # type: ignore[index]
-                f"set mesh.{axis}: 1 (inspect describes such a mesh already)"
-            )
-    mesh = topology.mesh()
-    model = build(config.model)
-    rules = resolve_rules(config.rules)
-    layout = plan_layout(model.params, rules, topology.sizes, Precision(config.precision).separate_masters)
-    plan = plan_batch(config.train, topology.sizes, layout.batch_axes)
-    optimizer = build_optimizer(config.optimizer, model.params)
-    step = Step(config, model, optimizer, layout, rules, mesh)
-    return Setup(config, topology, mesh, model, rules, layout, plan, step)
-
-
-def describe_sharding(setup: Setup) -> dict[str, Any]:
-    """What `sharding.json` records: mesh, devices and the PartitionSpecs of every parameter."""
-    flat = {
-        part: flatten_paths(getattr(setup.layout, part)) for part in ("weights", "masters", "gradients", "optimizer")
-    }
-    parameters = {
-        path: {"shape": param.shape, "names": param.names, **{part: str(flat[part][path]) for part in flat}}
-        for path, param in flatten_paths(setup.model.params).items()
-    }
-    return {
-        "mesh": setup.topology.sizes,
-        "devices": [int(device.id) for device in setup.topology.devices.ravel()],
-        "deferred_axes": setup.layout.deferred_axes,
-        "batch": str(setup.batch_sharding.spec),
-        "state_bytes_per_device": state_bytes_per_device(setup.abstract),
-        "parameters": parameters,
-    }
-
+from jaxtrain.train.setup import Setup, describe_sharding, resolve
+from jaxtrain.train.state import state_bytes_per_device
+from jaxtrain.train.step import Batch, compile_step
 
 def train(config: RunConfig, directory: Path) -> dict[str, Any]:
     """Train a run to its last update in `directory`, resuming from its newest whole checkpoint; returns the summary.
@@ -181,13 +96,7 @@ class _Runner:
         """Take up the newest whole checkpoint, or give birth to the state."""
         found = self.checkpoints.restore(self.setup.abstract)
         if found is None:
-            self.state = create_state(
-                self.setup.model,
-                self.setup.step.optimizer,
-                self.config.precision,
-                self.setup.abstract,
-                self.config.train.seed,
-            )
+            self.state = self.setup.create_state()
             self.log.resume_at(0)
             return
         self.done, self.state, data, meta = found
