@@ -1,0 +1,393 @@
+"""Checkpoints on real files: other meshes, damage, kill -9, donation, several processes."""
+
+import functools
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.checkpoint import Checkpoints, digest, gather_json
+from jaxtrain.checkpoint.gather import merge
+from jaxtrain.config import CheckpointConfig, ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = {"shards": {"0": {"document": 3}, "1": {"document": 5}}, "epoch": 1}
+META = {"tokens": 12345678901234, "config": {"a": [1, None, "x"]}}
+
+
+def mesh_of(*sizes):
+    count = int(np.prod(sizes))
+    return jax.make_mesh(sizes, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count])
+
+
+def place(tree, mesh, spec):
+    """Each leaf sharded by `spec` where its shape allows, else replicated."""
+
+    def one(leaf):
+        usable = spec if leaf.ndim >= len(spec) and all(n % 8 == 0 for n in leaf.shape[: len(spec)]) else P()
+        return NamedSharding(mesh, usable)
+
+    return jax.jit(lambda t: t, out_shardings=jax.tree.map(one, tree))(tree)
+
+
+def state_of(seed, mesh=None, spec=("data",), width=64):
+    """A tree of every kind of leaf that a train state has; float32 noise does not compress."""
+    rng = np.random.default_rng(seed)
+    tree = {
+        "params": {
+            "w": jnp.asarray(rng.normal(size=(width, 64)), jnp.float32),
+            "b": jnp.full((8,), seed, jnp.bfloat16),
+        },
+        "opt": [{"half": jnp.asarray(rng.normal(size=(16,)), jnp.float16)}, {"count": jnp.int32(seed)}],
+        "words": jnp.asarray(rng.integers(0, 2**32, size=(64, 64)), jnp.uint32),
+        "key": jax.random.key(seed),
+        "flags": jnp.array([True, False]),
+    }
+    return place(tree, mesh or mesh_of(8, 1), P(*spec))
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def raw(tree):
+    """Leaves as numpy; keys as their words."""
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def same(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(raw(left), raw(right), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def store(directory, keep=3, asynchronous=True):
+    return Checkpoints(directory, CheckpointConfig(keep=keep, asynchronous=asynchronous))
+
+
+@functools.cache
+def saved_bytes(root):
+    """A directory with steps 1 and 2, to be copied."""
+    checkpoints = store(root)
+    for step in (1, 2):
+        checkpoints.save(step, state_of(step), DATA, {**META, "step": step})
+    checkpoints.close()
+    return root
+
+
+@pytest.fixture
+def two(tmp_path, tmp_path_factory):
+    base = tmp_path_factory.getbasetemp() / "two-steps"
+    subprocess.run(["cp", "-r", saved_bytes(base), tmp_path / "run"], check=True)
+    return tmp_path / "run"
+
+
+def largest_file(step):
+    return max((f for f in step.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+
+
+def flip(path, position=None):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 0x10
+    path.write_bytes(content)
+
+
+# digest
+
+
+def test_digest_does_not_depend_on_the_sharding():
+    want = digest(state_of(5, mesh_of(1, 1), P()))
+    assert want.keys() >= {"params/w", "opt/0/half", "opt/1/count", "key", "words", "flags"}
+    for sizes, spec in [
+        ((8, 1), P("data")),
+        ((4, 2), P("data", "tensor")),
+        ((2, 4), P(("tensor", "data"))),
+        ((4, 2), P(None, "tensor")),
+        ((8, 1), P()),
+    ]:
+        assert digest(state_of(5, mesh_of(*sizes), spec)) == want
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=3).map(tuple),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "int32", "uint32", "int8", "float8_e4m3fn"]),
+    where=st.integers(0, 2**31),
+    bit=st.integers(0, 7),
+    seed=st.integers(0, 100),
+)
+def test_digest_sees_any_flipped_bit(shape, dtype, where, bit, seed):
+    words = np.random.default_rng(seed).integers(0, 256, size=(*shape, jnp.dtype(dtype).itemsize), dtype=np.uint8)
+    altered = words.copy()
+    altered.reshape(-1)[where % words.size] ^= 1 << bit
+    one, other = ({"a": jnp.asarray(w.view(dtype).reshape(shape))} for w in (words, altered))
+    assert digest(one) != digest(other)
+
+
+def test_digest_sees_exchanged_elements_and_the_sign_of_zero():
+    a = jnp.arange(4096.0)
+    assert digest({"a": a}) != digest({"a": a.at[jnp.array([7, 4000])].set(a[jnp.array([4000, 7])])})
+    assert digest({"a": jnp.zeros(3)}) != digest({"a": -jnp.zeros(3)})
+
+
+# save and restore
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_round_trip_on_another_mesh(tmp_path, asynchronous):
+    state = state_of(7, mesh_of(4, 2), P("data", "tensor"))
+    with_mesh = [((2, 4), P("tensor", "data")), ((1, 1), P()), ((8, 1), P(None, "data"))]
+    first = store(tmp_path, asynchronous=asynchronous)
+    assert first.latest() is None and first.restore(abstract(state)) is None
+    assert first.save(7, state, DATA, META)
+    first.close()
+    for sizes, spec in with_mesh:
+        target = abstract(state_of(0, mesh_of(*sizes), spec))
+        again = store(tmp_path)
+        step, restored, data, meta = again.restore(target)
+        assert (step, data, meta) == (7, DATA, META)
+        same(restored, state)
+        assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
+        again.close()
+
+
+def test_restored_leaves_may_be_donated(two):
+    checkpoints = store(two)
+    state = state_of(2)
+    bump = jax.jit(lambda t: jax.tree.map(lambda x: x + 1, t), donate_argnums=0)
+    for _ in range(3):
+        restored = checkpoints.restore(abstract(state)).state
+        bumped = bump({"w": restored["params"]["w"]})
+        np.testing.assert_array_equal(bumped["w"], np.asarray(state["params"]["w"]) + 1)
+    checkpoints.close()
+
+
+def test_state_may_be_donated_right_after_save(tmp_path):
+    checkpoints = store(tmp_path)
+    state = state_of(3, width=40_000)
+    spoil = jax.jit(lambda t: jax.tree.map(lambda x: x * 0, t), donate_argnums=0)
+    checkpoints.save(3, state, DATA, META)
+    spoiled = spoil({"params": state["params"], "words": state["words"]})
+    jax.block_until_ready(spoiled)
+    restored = checkpoints.restore(abstract(state_of(0, width=40_000))).state
+    checkpoints.close()
+    same(restored, state_of(3, width=40_000))
+
+
+def test_saving_a_step_twice_keeps_the_first(two):
+    checkpoints = store(two)
+    assert checkpoints.latest() == 2
+    assert not checkpoints.save(2, state_of(9), {}, {})
+    step, state, _, meta = checkpoints.restore(abstract(state_of(0)))
+    assert (step, meta["step"]) == (2, 2)
+    same(state, state_of(2))
+    checkpoints.close()
+
+
+def test_only_the_newest_are_kept_and_leftovers_are_cleared(tmp_path):
+    (tmp_path / "9.orbax-checkpoint-tmp-1").mkdir()
+    checkpoints = store(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        checkpoints.save(step, state_of(step), DATA, {"step": step})
+    assert checkpoints.read_meta(20) == {"step": 20}
+    checkpoints.close()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["20", "30"]
+
+
+# damage
+
+
+def falls_back(directory, caplog, *words):
+    """Step 2 is damaged: step 1 comes back, the log says why, and a new step 2 can be saved."""
+    checkpoints = store(directory)
+    with caplog.at_level(logging.WARNING):
+        step, state, data, meta = checkpoints.restore(abstract(state_of(0)))
+    assert (step, data, meta) == (1, DATA, {**META, "step": 1})
+    same(state, state_of(1))
+    said = [r.getMessage() for r in caplog.records if r.name.startswith("jaxtrain")]
+    assert any("checkpoint 2 of" in line and all(word in line for word in words) for line in said), said
+    assert checkpoints.save(2, state_of(22), DATA, META)
+    checkpoints.close()
+    again = store(directory)
+    step, state, _, _ = again.restore(abstract(state_of(0)))
+    again.close()
+    assert step == 2
+    same(state, state_of(22))
+    assert (directory / "damaged-2-0").is_dir()
+
+
+def test_a_flipped_byte_in_an_array_falls_back(two, caplog):
+    flip(largest_file(two / "2" / "state"))
+    falls_back(two, caplog)
+
+
+def test_a_flipped_byte_that_the_file_format_does_not_notice_is_seen_by_the_digest(two, caplog):
+    """The middle of an incompressible chunk: only the digest stands between it and training."""
+    path = largest_file(two / "2" / "state")
+    position = path.read_bytes().find(np.asarray(state_of(2)["words"])[1].tobytes())
+    assert position > 0, "the array's bytes are not stored as they are"
+    flip(path, position + 5)
+    falls_back(two, caplog, "altered bytes in words")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "deleted", "empty", "no record", "altered record", "bad metadata"])
+def test_lost_or_altered_files_fall_back(two, caplog, damage):
+    target, record = largest_file(two / "2" / "state"), two / "2" / "record" / "metadata"
+    if damage == "truncated":
+        target.write_bytes(target.read_bytes()[:100])
+    elif damage == "deleted":
+        target.unlink()
+    elif damage == "empty":
+        target.write_bytes(b"")
+    elif damage == "no record":
+        record.unlink()
+    elif damage == "altered record":
+        record.write_text(record.read_text().replace('"document": 3', '"document": 4'))
+    else:
+        (two / "2" / "state" / "_METADATA").write_text("{")
+    falls_back(two, caplog)
+
+
+def test_no_readable_step_is_one_clear_error(two):
+    for step in ("1", "2"):
+        flip(largest_file(two / step / "state"))
+    (two / "2" / "record" / "metadata").write_text("not json")
+    checkpoints = store(two)
+    with pytest.raises(ConfigError) as error:
+        checkpoints.restore(abstract(state_of(0)))
+    message = str(error.value)
+    assert all(words in message for words in (str(two), "step 1:", "step 2: record", "move it away"))
+    with pytest.raises(ConfigError, match=f"checkpoint 2 of {two}"):
+        checkpoints.read_meta(2)
+    checkpoints.close()
+
+
+def test_another_models_state_is_named_leaf_by_leaf(two):
+    other = state_of(0, width=128)
+    other["params"]["extra"] = other["params"].pop("b")
+    checkpoints = store(two)
+    with pytest.raises(ConfigError) as error:
+        checkpoints.restore(abstract(other))
+    checkpoints.close()
+    for words in (
+        "checkpoint 2",
+        "params/w: saved float32[64, 64], wanted float32[128, 64]",
+        "params/b: saved bfloat16[8], wanted nothing",
+        "params/extra: saved nothing, wanted bfloat16[8]",
+    ):
+        assert words in str(error.value)
+
+
+def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        store(tmp_path / "file" / "run")
+
+
+# processes
+
+
+def python(source, *arguments, **environment):
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", source, *map(str, arguments)], env=env, stdout=subprocess.PIPE, text=True
+    )
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from test_store import *
+checkpoints = store(Path(sys.argv[1]))
+checkpoints.save(1, state_of(1, width=100_000), DATA, META)
+checkpoints.wait()
+checkpoints.save(2, state_of(2, width=100_000), DATA, META)
+print("saving", flush=True)
+import time; time.sleep(60)
+"""
+
+
+def test_kill_in_the_middle_of_a_save_leaves_the_step_before(tmp_path):
+    process = python(KILLED, tmp_path)
+    assert process.stdout.readline() == "saving\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    names = [p.name for p in tmp_path.iterdir()]
+    assert any("tmp" in name for name in names), f"killed too late to test anything: {names}"
+    checkpoints = store(tmp_path)
+    assert checkpoints.latest() == 1
+    step, state, _, _ = checkpoints.restore(abstract(state_of(0, width=100_000)))
+    checkpoints.close()
+    assert step == 1
+    same(state, state_of(1, width=100_000))
+    assert not any("tmp" in p.name for p in tmp_path.iterdir())
+
+
+TWO = """
+import sys
+from pathlib import Path
+import jax
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+from test_store import *
+me = jax.process_index()
+data = gather_json({"shards": {str(me): {"document": 10 ** (3 * me)}}, "epoch": 1})
+try:
+    gather_json({"epoch": me})
+    clash = ""
+except ValueError as error:
+    clash = str(error)
+state = state_of(4, mesh_of(8, 1))
+checkpoints = store(Path(sys.argv[1]))
+checkpoints.save(4, state, data, META)
+checkpoints.save(5, state, data, META)
+checkpoints.wait()
+if me == 0:
+    flip(largest_file(Path(sys.argv[1]) / "5" / "state"))
+from jax.experimental import multihost_utils
+multihost_utils.sync_global_devices("flipped")
+step, restored, read, _ = checkpoints.restore(abstract(state))
+assert checkpoints.save(5, restored, data, META)
+checkpoints.close()
+print(json.dumps({"step": step, "data": read, "digest": digest(restored), "clash": clash}), flush=True)
+"""
+
+
+def test_two_processes_save_and_one_restores(tmp_path):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    processes = [python(TWO, tmp_path, address, i, JAX_NUM_CPU_DEVICES="4") for i in range(2)]
+    said = [json.loads(p.communicate(timeout=120)[0].splitlines()[-1]) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0] and said[0] == said[1]
+    assert said[0]["step"] == 4
+    assert said[0]["data"] == {"shards": {"0": {"document": 1}, "1": {"document": 1000}}, "epoch": 1}
+    assert said[0]["digest"] == digest(state_of(4))
+    assert said[0]["clash"] == "processes disagree on epoch: 0 and 1"
+    checkpoints = store(tmp_path)
+    step, state, data, _ = checkpoints.restore(abstract(state_of(0, mesh_of(2, 1))))
+    checkpoints.close()
+    assert step == 5 and data == said[0]["data"]
+    same(state, state_of(4))
+    assert (tmp_path / "damaged-5-0").is_dir()
+
+
+def test_gather_in_one_process_is_the_identity_and_merge_is_deep():
+    assert gather_json(DATA) == DATA
+    assert merge({"a": {"x": 1}, "c": 3}, {"a": {"y": 2}, "c": 3}) == {"a": {"x": 1, "y": 2}, "c": 3}
+    with pytest.raises(ValueError, match="disagree on a/x: 1 and 2"):
+        merge({"a": {"x": 1}}, {"a": {"x": 2}})
