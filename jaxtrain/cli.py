@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Union
 
 import tyro
 from rich.console import Console
@@ -74,7 +74,11 @@ class Launch:
         from jaxtrain.launch.local import launch
 
         directory = self.run or _default_run(self.config)
-        if self.process_id is not None or self.coordinator is not None or (self.processes is None and under_scheduler()):
+        if (
+            self.process_id is not None
+            or self.coordinator is not None
+            or (self.processes is None and under_scheduler())
+        ):
             verb = Train(self.config, directory, self.coordinator, self.processes, self.process_id)
             return verb(overrides)
         if self.processes is None:
@@ -150,11 +154,7 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _verbs() -> Any:
-    union: Any = None
-    for name, verb in VERBS.items():
-        entry = Annotated[verb, subcommand(name)]
-        union = entry if union is None else union | entry
-    return union
+    return Union[tuple(Annotated[verb, subcommand(name)] for name, verb in VERBS.items())]  # noqa: UP007
 
 
 def _default_run(config: str) -> Path:
@@ -163,5 +163,3 @@ def _default_run(config: str) -> Path:
 
 def _print_json(value: dict[str, Any]) -> None:
     print(json.dumps(value, default=str))
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -141,10 +142,8 @@ def _numbers(tree: Any, model: type[BaseModel]) -> Any:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             out[key] = _numbers(value, annotation)
         elif isinstance(value, str) and "float" in str(annotation):
-            try:
+            with contextlib.suppress(ValueError):
                 out[key] = float(value)
-            except ValueError:
-                pass
     return out
 
 

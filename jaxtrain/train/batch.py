@@ -14,10 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jaxtrain.config import AXES, Axis, ConfigError, TrainConfig
+from jaxtrain.config import Axis, ConfigError, TrainConfig
+from jaxtrain.data import FIELDS
 from jaxtrain.mesh.layout import Layout
-
-FIELDS = ("tokens", "labels", "segments", "positions")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def plan_batch(train: TrainConfig, sizes: dict[Axis, int], batch_axes: tuple[Axi
     """Fill in microbatch or accumulation; raises ConfigError with the arithmetic when the numbers disagree."""
     replicas = math.prod(sizes[axis] for axis in batch_axes)
     total, micro, accumulation = train.global_batch, train.microbatch, train.accumulation
-    axes = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if axis in batch_axes and sizes[axis] > 1) or "one replica"
+    axes = " x ".join(f"{axis} {sizes[axis]}" for axis in batch_axes) or "one device"
     if micro is not None and accumulation is None:
         accumulation = max(total // (micro * replicas), 1)
     accumulation = accumulation or 1
@@ -65,23 +64,23 @@ def batch_sharding(plan: BatchPlan, layout: Layout, mesh: jax.sharding.Mesh) -> 
     """Sharding of a [A, B, L] batch array: microbatches whole, rows over the batch axes, deferred ones outermost."""
     outer = layout.deferred_axes
     rows = (*outer, *(axis for axis in layout.batch_axes if axis not in outer))
-    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, rows, None))
+    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, rows or None, None))
 
 
 def owned_rows(plan: BatchPlan, sharding: NamedSharding, length: int) -> tuple[int, int]:
     """The run [lo, hi) of the global batch's rows that this process' devices hold."""
     shape = (plan.accumulation, plan.rows, length)
-    blocks = [index[1].indices(plan.rows) for index in sharding.addressable_devices_indices_map(shape).values()]  # type: ignore[union-attr]
+    indices = sharding.addressable_devices_indices_map(shape).values()
+    blocks = [index[1].indices(plan.rows) for index in indices if index is not None]
     return min(b[0] for b in blocks) * plan.accumulation, max(b[1] for b in blocks) * plan.accumulation
 
 
-def place(
-    rows: dict[str, np.ndarray], first: int, plan: BatchPlan, sharding: NamedSharding
-) -> dict[str, jax.Array]:
+def place(rows: dict[str, np.ndarray], first: int, plan: BatchPlan, sharding: NamedSharding) -> dict[str, jax.Array]:
     """Host rows [n, L] that start at global row `first` -> global arrays [A, B, L]."""
 
     def array(field: np.ndarray) -> jax.Array:
-        def block(index: tuple[slice, ...]) -> np.ndarray:
+        def block(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             lo, hi, _ = index[1].indices(plan.rows)
             run = field[lo * plan.accumulation - first : hi * plan.accumulation - first]
             return run.reshape(hi - lo, plan.accumulation, -1).swapaxes(0, 1)

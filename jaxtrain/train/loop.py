@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import time
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.checkpoint import Checkpoints, gather_json
-from jaxtrain.config import AXES, ConfigError, RunConfig
-from jaxtrain.data import Corpus, Stream, held_out_batches, prepare, resolve_virtual_shards
+from jaxtrain.config import ConfigError, RunConfig, to_tree
+from jaxtrain.data import Corpus, Stream, held_out_batches, prepare, resolve_virtual_shards, shards_of_rows
 from jaxtrain.launch.distributed import barrier
 from jaxtrain.nn.generate import sample
 from jaxtrain.numerics.counter import counter_int
@@ -31,7 +26,8 @@ from jaxtrain.train.setup import Setup, describe_sharding, resolve
 from jaxtrain.train.state import state_bytes_per_device
 from jaxtrain.train.step import Batch, compile_step
 
-def train(config: RunConfig, directory: Path) -> dict[str, Any]:
+
+def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, Any]:
     """Train a run to its last update in `directory`, resuming from its newest whole checkpoint; returns the summary.
 
     Raises ConfigError for any setting, corpus or checkpoint that a user can mend; nothing is written before the
@@ -45,7 +41,10 @@ def train(config: RunConfig, directory: Path) -> dict[str, Any]:
     if primary:
         write_run(directory, config, describe_sharding(setup), environment())
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
-    with contextlib.closing(checkpoints), contextlib.closing(Log(directory, config.observe, primary)) as log:
+    with (
+        contextlib.closing(checkpoints),
+        contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)) as log,
+    ):
         runner = _Runner(setup, corpus, checkpoints, log, directory, started)
         for line in changes:
             log.say(line)
@@ -55,7 +54,7 @@ def train(config: RunConfig, directory: Path) -> dict[str, Any]:
         result = runner.result()
     if primary:
         result["picture"] = str(draw_curve(directory))
-        summary(directory, result)
+        summary(directory, result, quiet)
     return result
 
 
@@ -71,7 +70,7 @@ class _Runner:
         shards = resolve_virtual_shards(data, train.global_batch)
         per_shard = train.global_batch // shards
         lo, hi = owned_rows(setup.plan, setup.batch_sharding, data.length)
-        owned = range(lo // per_shard, -(-hi // per_shard))
+        owned = shards_of_rows(lo, hi, train.global_batch, shards)
         self.first_row = owned.start * per_shard
         self.stream = Stream(
             corpus.train,
@@ -83,7 +82,13 @@ class _Runner:
             shuffle=data.shuffle,
             shards=owned,
         )
-        self.meter = Meter(self.config.model, data.length, jax.devices()[0].device_kind, jax.device_count())
+        self.meter = Meter(
+            self.config.model,
+            data.length,
+            jax.devices()[0].device_kind,
+            setup.topology.devices.size,
+            self.config.precision.compute,
+        )
         self.done = 0
         self.tokens = 0
         self.skipped = 0
@@ -119,6 +124,11 @@ class _Runner:
     def run(self) -> None:
         """All updates that are left, with evaluation and checkpoints at their borders."""
         total, every, save = self.config.train.updates, self.config.eval.every, self.config.checkpoint.every
+        if every and not self.corpus.held_out.count:
+            raise ConfigError(
+                f"data.held_out {self.config.data.held_out} keeps no document for evaluation: raise it, bring more "
+                "files, or set eval.every: null"
+            )
         if self.done == 0 and every:
             self._evaluate(0)
         self.mark = time.perf_counter()
@@ -196,7 +206,7 @@ class _Runner:
             self.log.say(f"update {step} skipped: {why} (loss scale {values['loss_scale']:g}, {in_a_row} in a row)")
         if in_a_row >= self.config.precision.max_skipped:
             raise ConfigError(
-                f"{in_a_row} updates in a row had gradients that were not finite (precision.max_skipped "
+                f"{in_a_row} updates in a row had non-finite gradients (precision.max_skipped "
                 f"{self.config.precision.max_skipped}): lower optimizer.learning_rate, or use precision.compute bfloat16"
             )
 
@@ -225,7 +235,7 @@ class _Runner:
             "corpus": self.corpus.fingerprint,
             "tokenizer": self.corpus.tokenizer_fingerprint,
             "mesh": self.setup.topology.sizes,
-            "config": json.loads(self.config.model_dump_json()),
+            "config": to_tree(self.config),
             "environment": environment(),
         }
         self.checkpoints.save(self.done, self.state, gather_json(self.stream.get_state()), meta)
@@ -242,12 +252,10 @@ class _Runner:
         train = self.config.train
         if not train.sample_prompt:
             return None
-        prompt = self.corpus.tokenizer.encode(train.sample_prompt).ids
-        replicated = jax.tree.map(lambda _: NamedSharding(self.setup.mesh, PartitionSpec()), self.setup.layout.weights)
-        params = jax.jit(lambda tree: tree, out_shardings=replicated)(self.state["params"])
+        prompt = self.corpus.tokenizer.encode(train.sample_prompt)
         ids = sample(
             self.setup.model,
-            params,
+            self.state["params"],
             prompt,
             min(train.sample_tokens, self.config.data.length - len(prompt)),
             train.sample_temperature,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from jaxtrain.config import ConfigError, RunConfig, diff_configs, dump_config, to_tree
+from jaxtrain.observe.files import write_atomic
 
 # Settings that a resumed run may change: where and how it computes, what it shows, how long it goes on.
 FREE = ("mesh.", "cluster.", "rules.", "remat.", "observe.", "checkpoint.", "eval.", "train.updates",
@@ -19,9 +19,9 @@ FREE = ("mesh.", "cluster.", "rules.", "remat.", "observe.", "checkpoint.", "eva
 def write_run(directory: Path, config: RunConfig, sharding: dict[str, Any], environment: dict[str, Any]) -> None:
     """Create or re-enter a run directory: config.yaml, environment.json, sharding.json."""
     directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / "config.yaml", dump_config(config))
-    write_json(directory / "environment.json", environment)
-    write_json(directory / "sharding.json", sharding)
+    write_atomic(directory / "config.yaml", dump_config(config).encode())
+    write_atomic(directory / "environment.json", json.dumps(environment, indent=1).encode())
+    write_atomic(directory / "sharding.json", json.dumps(sharding, indent=1).encode())
 
 
 def check_same_run(directory: Path, config: RunConfig) -> list[str]:
@@ -48,23 +48,3 @@ def check_same_run(directory: Path, config: RunConfig) -> list[str]:
             f"{directory} holds a run of another configuration:\n{table}\nname another --run directory, or change back"
         )
     return [f"{key} changed from {a!r} to {b!r} since the last start" for key, a, b in rows]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read one JSON object; raises ConfigError naming the file."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is not readable JSON: {error}") from None
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write one JSON object atomically."""
-    write_text(path, json.dumps(value, indent=1, default=str) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: the old one or the new one, never a part."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)

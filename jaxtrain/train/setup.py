@@ -11,13 +11,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.data import FIELDS
 from jaxtrain.mesh.layout import Layout, flatten_paths, plan_layout
 from jaxtrain.mesh.rules import Rules, resolve_rules
 from jaxtrain.mesh.topology import Topology, build_topology
 from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.optim import build_optimizer
-from jaxtrain.train.batch import FIELDS, BatchPlan, batch_sharding, plan_batch
+from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
 from jaxtrain.train.state import State, abstract_state, create_state, state_bytes_per_device
 from jaxtrain.train.step import Batch, Step
 
@@ -56,7 +57,7 @@ class Setup:
         """Shapes of one global batch."""
         shape = (self.plan.accumulation, self.plan.rows, self.config.data.length)
         field = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.batch_sharding)
-        return {name: field for name in FIELDS}  # type: ignore[misc]
+        return dict.fromkeys(FIELDS, field)  # type: ignore[arg-type]
 
     def create_state(self) -> State:
         """A newborn state, each leaf in its shards."""

@@ -68,9 +68,7 @@ class Step:
         finite = jnp.isfinite(norm)
         apply = finite & (scored > 0)
         clip = clip_scale(norm, config.optimizer.clip_norm)
-        rate = learning_rate(
-            config.optimizer, config.train.updates, state["updates"], counter_float(state["tokens"])
-        )
+        rate = learning_rate(config.optimizer, config.train.updates, state["updates"], counter_float(state["tokens"]))
         shards = partial(self._pin, specs=self.layout.optimizer)
         direction, opt = self.optimizer.update(
             shards(jax.tree.map(lambda g: g * clip, gradients)), state["opt"], shards(params)
@@ -140,9 +138,7 @@ class Step:
         return self._pin(gradients, self.layout.gradients), loss
 
     def _loss(self, weights: Tree, rows: Batch) -> tuple[jax.Array, jax.Array]:
-        x_BLD = self.model.hidden(
-            weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat
-        )
+        x_BLD = self.model.hidden(weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat)
         return cross_entropy(x_BLD, self.model.head(weights), rows["labels"], self.config.model.logit_softcap)
 
     def _weights(self, params: Tree) -> Tree:
