@@ -181,7 +181,8 @@ def _unmatched(flat: Mapping[str, Param], rules: Rules) -> list[Finding]:
 
 
 def _replicated(flat: Mapping[str, Param], resolved: Mapping[str, Resolved], rules: Rules) -> list[Finding]:
-    # What the base table shards (stages, experts) is the mesh's doing; replicas beside it are the point.
+    # What the base table shards (stages, experts) is the mesh's doing; replicas beside it are the point. Replication
+    # that somebody wrote down (null, kv heads, an allowed misfit) is on purpose.
     asked = {
         axis for one in resolved.values() for reason in one.reasons if reason.origin != "base" for axis in reason.axes
     }
@@ -191,7 +192,7 @@ def _replicated(flat: Mapping[str, Param], resolved: Mapping[str, Resolved], rul
     for name, param in flat.items():
         reasons = resolved[name].reasons
         size = _one_layer(param)
-        if size <= rules.replicated_limit or any(reason.axes for reason in reasons) or any(r.note for r in reasons):
+        if size <= rules.replicated_limit or any(r.axes or r.note or r.origin == f"rules.{r.name}" for r in reasons):
             continue
         names = ", ".join(f"rules.{n}" for n in dict.fromkeys(param.names) if n != "layers")
         axes = ", ".join(axis for axis in AXES if axis in asked)

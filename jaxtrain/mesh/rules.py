@@ -56,6 +56,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "logits": ("batch", "length", "vocab"),
 }
 # Findings that can be accepted; an unknown name and an impossible activation cannot.
+NO_RULE = "no rule"
 KINDS = ("indivisible", "twice", "unmatched", "replicated", "state")
 
 
@@ -118,7 +119,7 @@ class Rules:
         """Axes, origin and overruled entries of a logical name; raises ConfigError for an unknown name."""
         if name not in NAMES and name not in EXTRAS:
             raise ConfigError(f"unknown logical name {name!r}{nearest(name, NAMES)}; names: {', '.join(NAMES)}")
-        return self.entries.get(name, Entry((), "no rule"))
+        return self.entries.get(name, Entry((), NO_RULE))
 
     def explain(self, name: str) -> str:
         """One line: what a name resolves to, which rule set it, which lost."""
@@ -174,7 +175,7 @@ def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = 
             text = f"{name} {param.shape}: dimension {dim} has the unknown logical name {logical!r}"
             mend = f"{nearest(logical, NAMES)}; names: {', '.join(NAMES)}"
             findings.append(Finding("unknown", name, text + mend))
-            reasons.append(Reason(logical, (), "no rule", (), "unknown name"))
+            reasons.append(Reason(logical, (), NO_RULE, (), "unknown name"))
             continue
         entry = rules.entry(logical)
         axes = tuple(axis for axis in entry.axes if sizes[axis] > 1)

@@ -1,0 +1,455 @@
+"""How a configuration lies on a mesh, without the devices: tables for the shell, figures for a notebook.
+
+from jaxtrain.config import load_config
+from jaxtrain.inspect import inspect
+inspect(load_config("models/llama3_8b", ["mesh.tensor=8", "rules.preset=[tensor, fsdp]"]), cluster="h100_8x8").print()
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.config import AXES, Axis, ConfigError, RunConfig, diff_configs, load_config, nearest, replace, to_tree
+from jaxtrain.mesh.layout import Layout, bytes_per_device, flatten_paths, local_shape, plan_layout
+from jaxtrain.mesh.param import Param
+from jaxtrain.mesh.rules import NO_RULE, Reason, resolve_rules, show_axes, spec_axes
+from jaxtrain.mesh.topology import Topology, build_topology, described_devices
+from jaxtrain.nn.model import build
+from jaxtrain.numerics.precision import Precision
+from jaxtrain.optim import build_optimizer
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FLOW: dict[Axis, str] = {
+    "data": "gradients, and weights under FSDP",
+    "pipe": "activations at stage borders",
+    "tensor": "activations, several times a block",
+    "seq": "keys and values, every block",
+    "expert": "tokens, every expert block",
+}
+NODES_SHOWN = 16
+
+
+def inspect(config: RunConfig, devices: int | None = None, cluster: str | None = None) -> Inspection:
+    """Lay a configuration over `devices` imagined devices, over a described cluster (name or YAML file), or over both.
+
+    Without either: config.cluster where it is described, else the devices that jax finds here. Raises ConfigError for
+    whatever training would refuse: sizes, torn groups, rules.
+    """
+    if cluster is not None:
+        path = cluster if Path(cluster).suffix else f"clusters/{cluster}"
+        config = config.model_copy(update={"cluster": load_config(path).cluster})
+    machine = config.cluster
+    if devices is not None and devices < 1:
+        raise ConfigError(f"devices is {devices}: imagine at least one")
+    imagined = devices is not None or machine.nodes is not None
+    topology = build_topology(
+        config.mesh, machine, described_devices(machine, devices) if imagined else list(jax.devices())
+    )
+    notes = []
+    if imagined and machine.devices_per_node is None:
+        notes.append(f"cluster.devices_per_node is null: nodes of {_node_sizes(topology)} devices are assumed")
+    params = build(config.model).params
+    precision = Precision(config.precision)
+    layout = plan_layout(params, resolve_rules(config.rules), topology.sizes, precision.separate_masters)
+    return Inspection(config, devices, topology, params, layout, (*notes, *layout.notes))
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """A configuration laid on a mesh: what lies where, why, and what it costs in bytes."""
+
+    config: RunConfig
+    imagined: int | None
+    topology: Topology
+    params: Any
+    layout: Layout
+    notes: tuple[str, ...]
+
+    @cached_property
+    def parameters(self) -> list[dict[str, Any]]:
+        """One row a parameter: path, shape, names, specs, per-dimension reasons, local shape, bytes a device."""
+        specs = {part: flatten_paths(getattr(self.layout, part)) for part in _PARTS}
+        size = Precision(self.config.precision).compute.itemsize
+        return [
+            {
+                "path": path,
+                "shape": list(param.shape),
+                "names": list(param.names),
+                **{f"{part.removesuffix('s')}_spec": _plain_spec(specs[part][path]) for part in _PARTS},
+                "dimensions": [_plain_reason(reason) for reason in self.layout.resolved[path].reasons],
+                "local_shape": list(local_shape(param.shape, specs["weights"][path], self.topology.sizes)),
+                "bytes": size * math.prod(local_shape(param.shape, specs["weights"][path], self.topology.sizes)),
+            }
+            for path, param in flatten_paths(self.params).items()
+        ]
+
+    @cached_property
+    def totals(self) -> dict[str, int]:
+        """Elements of the model, and bytes a device of each part of the state and of the gradients.
+
+        accumulator: float32 sums of one replica's gradients, before they are reduced over the deferred axes.
+        """
+        layout, sizes, precision = self.layout, self.topology.sizes, Precision(self.config.precision)
+
+        def of(specs: Any, itemsize: int) -> int:
+            return bytes_per_device(self.params, specs, sizes, itemsize)
+
+        totals = {
+            "parameters": sum(param.size for param in flatten_paths(self.params).values()),
+            "weights": of(layout.weights, precision.compute.itemsize),
+            "masters": of(layout.masters, 4) if precision.separate_masters else 0,
+            "gradients": of(layout.gradients, 4),
+            "accumulator": of(layout.weights, 4) if layout.deferred_axes else 0,
+            "optimizer": self._optimizer_bytes(),
+        }
+        return totals | {"total": sum(totals[k] for k in ("weights", "masters", "gradients", "optimizer"))}
+
+    def _optimizer_bytes(self) -> int:
+        optimizer = build_optimizer(self.config.optimizer, self.params)
+        arrays = jax.tree.map(lambda param: jax.ShapeDtypeStruct(param.shape, jnp.float32), self.params)
+        state = jax.eval_shape(optimizer.init, arrays)
+        return bytes_per_device(state, self.layout.optimizer_specs(state, self.params), self.topology.sizes)
+
+    @cached_property
+    def nodes(self) -> list[dict[str, Any]]:
+        """One row a node: its domain, its device ids and the mesh coordinates that they cover on each axis."""
+        where: dict[int, list[tuple[int, ...]]] = {}
+        for place, device in np.ndenumerate(self.topology.devices):
+            where.setdefault(device.process_index, []).append(place)
+        return [
+            {
+                "node": node,
+                "domains": sorted({int(self.topology.domain[place]) for place in places}),
+                "devices": sorted(int(self.topology.devices[place].id) for place in places),
+                **{axis: sorted({place[i] for place in places}) for i, axis in enumerate(AXES)},
+            }
+            for node, places in sorted(where.items())
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: parameters, totals (bytes a device), mesh, crossings, notes."""
+        layout = self.layout
+        return {
+            "parameters": self.parameters,
+            "totals": self.totals,
+            "mesh": {
+                "sizes": dict(self.topology.sizes),
+                "devices": int(self.topology.devices.size),
+                "domains": int(self.topology.domain.max()) + 1,
+                "batch_axes": list(layout.batch_axes),
+                "deferred_axes": list(layout.deferred_axes),
+                "nodes": self.nodes,
+            },
+            "crossings": dict(self.topology.crossings()),
+            "notes": list(self.notes),
+        }
+
+    def print(self, console: Console | None = None) -> None:
+        """Print the tables."""
+        console = console or Console()
+        for table in (_mesh_table(self), _crossing_table(self), _parameter_table(self), _total_table([self.totals])):
+            console.print(table)
+        console.print(_reduction_line(self.layout))
+        for note in self.notes:
+            console.print(f"note: {note}", markup=False)
+
+    def diff(self, *others: str | Inspection) -> Difference:
+        """What changes under `section.key=value` overrides, or between this and another Inspection."""
+        if len(others) == 1 and isinstance(others[0], Inspection):
+            return Difference(self, others[0])
+        overrides = [other for other in others if isinstance(other, str)]
+        return Difference(self, inspect(replace(self.config, *overrides), self.imagined))
+
+    def shards(self, path: str) -> dict[int, tuple[tuple[int, int], ...]]:
+        """Device id -> (start, stop) in each dimension of the shard of a parameter's weights that it holds."""
+        param, spec = self._find(path)
+        sizes, dims = self.topology.sizes, spec_axes(spec, len(param.shape))
+        out = {}
+        for place, device in np.ndenumerate(self.topology.devices):
+            at = dict(zip(AXES, place, strict=True))
+            bounds = []
+            for n, axes in zip(param.shape, dims, strict=True):
+                index = 0
+                for axis in axes:
+                    index = index * sizes[axis] + at[axis]
+                width = n // math.prod(sizes[axis] for axis in axes)
+                bounds.append((index * width, (index + 1) * width))
+            out[int(device.id)] = tuple(bounds)
+        return out
+
+    def plot_mesh(self) -> Figure:
+        """Devices on their nodes, coloured by (data, pipe) coordinate and labelled with their place in the mesh."""
+        colours = {
+            int(device.id): place[0] * self.topology.sizes["pipe"] + place[1]
+            for place, device in np.ndenumerate(self.topology.devices)
+        }
+        figure, (axes,) = _figure(self.topology, 1)
+        _draw_devices(axes, self.topology, colours, _place_labels(self.topology))
+        axes.set_title("Devices on their nodes; one colour per (data, pipe) coordinate")
+        return figure
+
+    def plot_parameter(self, path: str) -> Figure:
+        """One parameter's shards: devices of one colour hold the same shard, the label is its place in the tensor."""
+        figure, (axes,) = _figure(self.topology, 1)
+        _draw_shards(axes, self, path)
+        return figure
+
+    def plot_before_after(self, path: str, *overrides: str) -> Figure:
+        """One parameter's shards now and under `section.key=value` overrides, side by side."""
+        difference = self.diff(*overrides)
+        figure, panels = _figure(self.topology, 2)
+        for axes, one, when in zip(panels, (self, difference.after), ("before", " ".join(overrides)), strict=True):
+            _draw_shards(axes, one, path)
+            axes.set_title(f"{when}\n{axes.get_title()}", fontsize=9)
+        return figure
+
+    def _find(self, path: str) -> tuple[Param, PartitionSpec]:
+        params = flatten_paths(self.params)
+        if path not in params:
+            raise ConfigError(f"no parameter {path!r}{nearest(path, params)}; parameters: {', '.join(params)}")
+        return params[path], self.layout.resolved[path].spec
+
+
+@dataclass(frozen=True, eq=False)
+class Difference:
+    """What differs between two inspections."""
+
+    before: Inspection
+    after: Inspection
+
+    @property
+    def settings(self) -> list[tuple[str, Any, Any]]:
+        """Differing settings: dotted key, before, after."""
+        return diff_configs(to_tree(self.before.config), to_tree(self.after.config))
+
+    @property
+    def parameters(self) -> list[dict[str, Any]]:
+        """Parameters of which a spec or a shape differs, with both rows (None where one lacks it)."""
+        rows = [{row["path"]: row for row in one.parameters} for one in (self.before, self.after)]
+        return [
+            {"path": path, "before": rows[0].get(path), "after": rows[1].get(path)}
+            for path in dict.fromkeys([*rows[0], *rows[1]])
+            if rows[0].get(path) != rows[1].get(path)
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: settings, changed parameters, and totals, mesh, crossings, notes as [before, after]."""
+        old, new = self.before.to_json(), self.after.to_json()
+        return {
+            "settings": [list(row) for row in self.settings],
+            "parameters": self.parameters,
+            **{key: [old[key], new[key]] for key in ("totals", "mesh", "crossings", "notes")},
+        }
+
+    def print(self, console: Console | None = None) -> None:
+        """Print what changes."""
+        console = console or Console()
+        for key, old, new in self.settings:
+            shown = ["null" if value is None else value for value in (old, new)]
+            console.print(f"{key}: {shown[0]} -> {shown[1]}", markup=False, highlight=False)
+        table = Table("parameter", "weights before", "weights after", "why", "bytes before", "bytes after")
+        changed = self.parameters
+        for row in changed:
+            old, new = row["before"], row["after"]
+            cells = [
+                [_show_spec(one["weight_spec"]) if one else "-" for one in (old, new)],
+                [_why(new) if new else "-"],
+            ]
+            sizes = [_bytes(one["bytes"]) if one else "-" for one in (old, new)]
+            table.add_row(row["path"], *cells[0], *cells[1], *sizes)
+        console.print(table if changed else "no parameter's layout changes")
+        console.print(_total_table([self.before.totals, self.after.totals]))
+        crossings = [one.topology.crossings() for one in (self.before, self.after)]
+        if crossings[0] != crossings[1]:
+            console.print(_crossing_table(self.after))
+        console.print(_reduction_line(self.after.layout))
+        for note in self.after.notes:
+            if note not in self.before.notes:
+                console.print(f"new note: {note}", markup=False)
+
+
+_PARTS = ("weights", "masters", "gradients", "optimizer")
+_ROWS = {
+    "weights": "weights (compute dtype)",
+    "masters": "master weights (float32)",
+    "gradients": "gradients (float32, reduced)",
+    "optimizer": "optimizer state",
+    "total": "sum of these",
+    "accumulator": "while accumulating: gradients of one replica (float32)",
+}
+
+
+def _mesh_table(one: Inspection) -> Table:
+    sizes = one.topology.sizes
+    used = [axis for axis in AXES if sizes[axis] > 1] or ["data"]
+    name = f"{one.config.cluster.name}: " if one.topology.devices.size else ""
+    table = Table("node", "domain", "devices", *used, title=f"{name}mesh {_show_sizes(sizes)} over nodes")
+    for row in one.nodes[:NODES_SHOWN]:
+        table.add_row(
+            str(row["node"]), _span(row["domains"]), _span(row["devices"]), *(_span(row[axis]) for axis in used)
+        )
+    hidden = len(one.nodes) - NODES_SHOWN
+    if hidden > 0:
+        table.add_row("...", f"{hidden} more nodes (--json shows all)")
+    return table
+
+
+def _crossing_table(one: Inspection) -> Table:
+    table = Table("axis", "size", "domains one group touches", "what flows", title="What crosses a domain border")
+    for axis, touched in one.topology.crossings().items():
+        if one.topology.sizes[axis] > 1:
+            crosses = f"{touched}: crosses" if touched > 1 else "1: stays inside"
+            table.add_row(axis, str(one.topology.sizes[axis]), crosses, FLOW[axis])
+    return table
+
+
+def _parameter_table(one: Inspection) -> Table:
+    table = Table(
+        "parameter", "shape", "spec", "rule of each dimension", "local shape", "bytes", title="Weights a device"
+    )
+    for row in one.parameters:
+        shape = "\n".join(f"{name} {n}" for name, n in zip(row["names"], row["shape"], strict=True))
+        local = " x ".join(map(str, row["local_shape"]))
+        table.add_row(row["path"], shape, _show_spec(row["weight_spec"]), _why(row), local, _bytes(row["bytes"]))
+    return table
+
+
+def _total_table(totals: list[dict[str, int]]) -> Table:
+    heads = ["bytes a device"] if len(totals) == 1 else ["before", "after"]
+    table = Table("", *heads, title=f"{totals[-1]['parameters']:,} parameters")
+    for key, label in _ROWS.items():
+        if any(one[key] for one in totals):
+            table.add_row(label, *(f"{_bytes(one[key])} ({one[key]:,})" for one in totals))
+    return table
+
+
+def _reduction_line(layout: Layout) -> str:
+    replicas = math.prod(layout.sizes[axis] for axis in layout.batch_axes)
+    inside = [axis for axis in layout.batch_axes if axis not in layout.deferred_axes]
+    parts = [f"batch over {show_axes(layout.batch_axes) if layout.batch_axes else 'one replica'} ({replicas} replicas)"]
+    if layout.deferred_axes:
+        parts.append(f"gradients reduced over {show_axes(layout.deferred_axes)} once an update")
+    if inside:
+        parts.append(f"over {show_axes(inside)} in every microbatch, where weights are sharded")
+    return "; ".join(parts)
+
+
+def _why(row: dict[str, Any]) -> str:
+    lines = []
+    for dim in row["dimensions"]:
+        lost = "".join(f", over {lose['origin']} ({show_axes(lose['axes'])})" for lose in reversed(dim["losers"]))
+        note = f" ({dim['note']})" if dim["note"] else ""
+        ruled = dim["axes"] or dim["note"] or dim["origin"] != NO_RULE
+        lines.append(f"{show_axes(dim['axes'])} by {dim['origin']}{lost}{note}" if ruled else "-")
+    return "\n".join(lines)
+
+
+def _plain_spec(spec: PartitionSpec) -> list[list[str]]:
+    return [list(axes) for axes in spec_axes(spec, len(spec))]
+
+
+def _plain_reason(reason: Reason) -> dict[str, Any]:
+    losers = [{"origin": origin, "axes": list(axes)} for origin, axes in reason.losers]
+    return {
+        "name": reason.name,
+        "axes": list(reason.axes),
+        "origin": reason.origin,
+        "losers": losers,
+        "note": reason.note,
+    }
+
+
+def _show_spec(spec: list[list[str]]) -> str:
+    return "(" + ", ".join("+".join(axes) or "-" for axes in spec) + ")"
+
+
+def _show_sizes(sizes: dict[Axis, int]) -> str:
+    return " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "of one device"
+
+
+def _bytes(n: int) -> str:
+    """Decimal units: GB is 10^9 bytes."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if n >= size:
+            return f"{n / size:.2f} {unit}"
+    return f"{n} B"
+
+
+def _span(numbers: list[int]) -> str:
+    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ", ".join(map(str, numbers))
+
+
+def _node_sizes(topology: Topology) -> int:
+    return Counter(device.process_index for device in topology.devices.ravel()).most_common(1)[0][1]
+
+
+def _figure(topology: Topology, panels: int) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    nodes = len({device.process_index for device in topology.devices.ravel()})
+    width, height = max(5.0, 0.75 * _node_sizes(topology)), max(2.5, 0.6 * nodes + 1.2)
+    figure = Figure(figsize=(min(width, 24.0) * panels, min(height, 24.0)), layout="constrained")
+    return figure, [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
+
+
+def _place_labels(topology: Topology) -> dict[int, str]:
+    used = [i for i, axis in enumerate(AXES) if topology.sizes[axis] > 1]
+    return {
+        int(device.id): "\n".join(f"{AXES[i][0]}{place[i]}" for i in used)
+        for place, device in np.ndenumerate(topology.devices)
+    }
+
+
+def _draw_shards(axes: Axes, one: Inspection, path: str) -> None:
+    param, spec = one._find(path)
+    shards = one.shards(path)
+    order = {bounds: i for i, bounds in enumerate(sorted(set(shards.values())))}
+    cut = [i for i, dim in enumerate(spec_axes(spec, len(param.shape))) if dim]
+    labels = {d: "\n".join(f"{a}:{b}" for a, b in (bounds[i] for i in cut)) for d, bounds in shards.items()}
+    _draw_devices(axes, one.topology, {d: order[bounds] for d, bounds in shards.items()}, labels)
+    names = ", ".join(param.names[i] for i in cut)
+    copies = len(shards) // len(order)
+    what = f"cut along {names}" if cut else "whole everywhere"
+    axes.set_title(f"{path} {param.shape}\n{what}; {len(order)} shards, {copies} copies of each", fontsize=9)
+
+
+def _draw_devices(axes: Axes, topology: Topology, colours: dict[int, int], labels: dict[int, str]) -> None:
+    """A row a node, a cell a device in order of id; a gap between fast domains."""
+    from matplotlib import colormaps
+    from matplotlib.patches import Rectangle
+
+    domain = {int(d.id): int(topology.domain[place]) for place, d in np.ndenumerate(topology.devices)}
+    nodes: dict[int, list[int]] = {}
+    for device in sorted(topology.devices.ravel(), key=lambda d: (domain[int(d.id)], d.process_index, d.id)):
+        nodes.setdefault(device.process_index, []).append(int(device.id))
+    palette, many = colormaps["hsv" if max(colours.values()) >= 20 else "tab20"], max(colours.values()) + 1
+    ticks = []
+    for row, (node, ids) in enumerate(nodes.items()):
+        y = row + 0.35 * domain[ids[0]]
+        ticks.append((y + 0.45, f"node {node}\ndomain {domain[ids[0]]}"))
+        for column, device in enumerate(ids):
+            colour = palette(colours[device] / many) if many > 20 else palette(colours[device])
+            axes.add_patch(Rectangle((column, y), 0.94, 0.9, facecolor=colour, edgecolor="black", alpha=0.6))
+            text = f"{device}\n{labels[device]}".strip()
+            axes.text(column + 0.47, y + 0.45, text, ha="center", va="center", fontsize=6)
+    axes.set_xlim(-0.1, max(map(len, nodes.values())) + 0.1)
+    axes.set_ylim(ticks[-1][0] + 0.6, -0.2)
+    axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=7)
+    axes.set_xticks([])
