@@ -26,6 +26,7 @@ Batch = dict[str, np.ndarray]
 """int32 [rows, L] for each of FIELDS: inputs (0 where padded), the next token of the same document (IGNORE where
 padded), 1, 2, ... for the pieces of a row (0 where padded), 0, 1, ... within the piece (0 where padded)."""
 Place = dict[str, int]
+PLAN_BINS = 4  # bounds a plan of many full rows; they leave room for others to fill up, so more is less padding
 FIELDS = ("tokens", "labels", "segments", "positions")
 
 
@@ -55,19 +56,27 @@ def cut(documents: Documents, length: int) -> Pieces:
 
 
 def first_fit(sizes: Iterable[int], length: int, bins: int) -> list[list[int]]:
-    """Lay sizes, in order, each into the first of `bins` rows with room; stop at the first that fits into none.
+    """Lay sizes, in order, each into the first row with room; a full row makes place for a new one.
 
-    Returns the rows that are not empty, each as the ordinals of its sizes: together 0, 1, ... up to where it stopped.
+    Stops where a size fits into none of `bins` open rows, or PLAN_BINS * bins rows are laid. Returns the rows, each as
+    the ordinals of its sizes: together 0, 1, ... up to where it stopped.
     """
-    room = np.full(bins, length)
-    rows: list[list[int]] = [[] for _ in range(bins)]
+    rows: list[list[int]] = []
+    room = np.zeros(PLAN_BINS * bins, np.int64)
+    still_open = 0
     for ordinal, size in enumerate(sizes):
         row = int(np.argmax(room >= size))
         if room[row] < size:
-            break
+            if still_open == bins or len(rows) == len(room):
+                break
+            row = len(rows)
+            room[row] = length
+            rows.append([])
+            still_open += 1
         room[row] -= size
+        still_open -= room[row] == 0
         rows[row].append(ordinal)
-    return [row for row in rows if row]
+    return rows
 
 
 def order_of(
@@ -88,8 +97,8 @@ def order_of(
 class Rows(Iterator[list[int]]):
     """Rows of one virtual shard, each the numbers of its pieces; endless without `epochs`.
 
-    Rows are planned `bins` at a time and given out in shuffled order. The place is (cursor, row): pieces in finished
-    plans, and rows given out of the current one.
+    `first_fit` plans some rows at a time; they are given out in shuffled order, or without `shuffle` as laid. The place
+    is (cursor, row): pieces in finished plans, and rows given out of the current one.
     """
 
     def __init__(
@@ -104,7 +113,8 @@ class Rows(Iterator[list[int]]):
         shards: int = 1,
         epochs: int | None = None,
     ) -> None:
-        self._sizes, self._length, self._bins, self._shard = pieces.sizes, length, bins, shard
+        self._sizes, self._length, self._bins = pieces.sizes, length, bins
+        self._shard, self._shuffle = shard, shuffle
         self._order = order_of(len(pieces), seed=seed, shuffle=shuffle, shard=shard, shards=shards, epochs=epochs)
         self._cursor, self._row = 0, 0
         self._plan: list[list[int]] | None = None
@@ -137,10 +147,12 @@ class Rows(Iterator[list[int]]):
                 yield self._sizes[taken[-1]]
 
         rows = first_fit(sizes(), self._length, self._bins)
-        # Early rows of a plan are fuller than late ones, and all shards begin their plans together: given out in
-        # order, whole updates would be fuller than others.
-        shuffled = np.random.default_rng([self._shard, self._cursor]).permutation(len(rows))
-        return [[taken[ordinal] for ordinal in rows[row]] for row in shuffled]
+        laid = [[taken[ordinal] for ordinal in row] for row in rows]
+        if not self._shuffle:
+            return laid
+        # Early rows of a plan are fuller than late ones, and all shards begin their plans together: given out as
+        # laid, whole updates would be fuller than others.
+        return [laid[row] for row in np.random.default_rng([self._shard, self._cursor]).permutation(len(laid))]
 
 
 def fill(pieces: Pieces, rows: Sequence[Sequence[int]], length: int) -> Batch:

@@ -32,7 +32,7 @@ class Document:
 
     def read(self) -> str:
         """The text; raises ConfigError when the file changed since it was listed."""
-        data = self.path.read_bytes()
+        data = self.path.read_bytes() if self.path.is_file() else b""
         if _digest(data) != self.digest:
             raise ConfigError(f"{self.path} changed while the corpus was being built: start again when it is at rest")
         return data.decode("utf-8")
@@ -84,14 +84,17 @@ def list_documents(sources: Sequence[SourceConfig]) -> Listing:
 
 def is_held_out(name: str, share: float) -> bool:
     """Whether a document belongs to the held-out `share`, by a hash of its name alone: added files move no other."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") < share * 2**64
+    return (
+        int.from_bytes(hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest(), "big")
+        < share * 2**64
+    )
 
 
 def fingerprint(parts: Iterable[str], *more: str) -> str:
     """Hex digest (32 digits) of a sequence of strings."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (*parts, *more):
-        digest.update(f"{len(part)}:{part}".encode())
+        digest.update(f"{len(part)}:{part}".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
@@ -112,7 +115,10 @@ def _text_files(source: SourceConfig, where: str) -> Iterator[tuple[str, Path]]:
 
 
 def _walk(root: Path, skipped: frozenset[str]) -> Iterator[str]:
-    for folder, folders, files in os.walk(root):
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"the folder {error.filename} cannot be read ({error.strerror}): make it readable")
+
+    for folder, folders, files in os.walk(root, onerror=refuse):
         folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
         relative = Path(folder).relative_to(root)
         yield from ((relative / f).as_posix() for f in files if not f.startswith("."))
@@ -124,18 +130,21 @@ def _matches(name: str, globs: Sequence[str]) -> bool:
 
 
 def _read_checked(path: Path, name: str, where: str) -> bytes:
-    mend = f"convert it, or leave it out with {where}.exclude: [{name!r}]"
+    leave = f"leave it out with {where}.exclude: [{name!r}]"
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{where}: {path} is no regular file: {leave}")
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{where}: {path} cannot be read ({error.strerror}): mend it or {mend[12:]}") from None
+        raise ConfigError(f"{where}: {path} cannot be read ({error.strerror}): mend that, or {leave}") from None
     if (at := data.find(0)) >= 0:
-        raise ConfigError(f"{where}: {path} is binary, not text (a zero byte at offset {at}): {mend}")
+        raise ConfigError(f"{where}: {path} is binary, not text (a zero byte at offset {at}): {leave}")
     try:
         data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{where}: {path} is not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start}): {mend}"
+            f"{where}: {path} is not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start}): "
+            f"convert it, or {leave}"
         ) from None
     return data
 

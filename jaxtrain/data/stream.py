@@ -77,7 +77,7 @@ class Stream(Iterator[Batch]):
                 "bring more text, or lower data.held_out"
             )
 
-        self._pieces, self._length, self._rows_a_shard = pieces, length, global_batch // virtual_shards
+        self._pieces, self._length, self._share = pieces, length, global_batch // virtual_shards
         self._rows = {
             str(shard): Rows(
                 pieces,
@@ -127,7 +127,7 @@ class Stream(Iterator[Batch]):
         self._thread.shutdown()
 
     def _produce(self) -> tuple[Batch, State]:
-        rows = [next(shard) for shard in self._rows.values() for _ in range(self._rows_a_shard)]
+        rows = [next(shard) for shard in self._rows.values() for _ in range(self._share)]
         return fill(self._pieces, rows, self._length), self._places()
 
     def _places(self) -> State:

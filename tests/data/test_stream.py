@@ -1,0 +1,170 @@
+"""Global batches: the same for any number of processes, exactly resumed on any other, whatever is prefetched."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.config import ConfigError, DataConfig
+from jaxtrain.data import FIELDS, IGNORE, Documents, Stream, held_out_batches, resolve_virtual_shards, shards_of_rows
+
+SHARDS, BATCH, LENGTH = 8, 16, 12
+
+
+def documents_of(lengths: list[int]) -> Documents:
+    stops = np.cumsum(lengths, dtype=np.int64)
+    tokens = np.arange(1, stops[-1] + 1, dtype=np.uint32)
+    return Documents(tokens, stops - np.array(lengths), stops, tuple(f"d{i}" for i in range(len(lengths))))
+
+
+def streams(documents: Documents, processes: int, **more) -> list[Stream]:
+    each = SHARDS // processes
+    return [
+        Stream(documents, length=LENGTH, global_batch=BATCH, virtual_shards=SHARDS, packing_bins=4,
+               shards=range(p * each, (p + 1) * each), **more)
+        for p in range(processes)
+    ]  # fmt: skip
+
+
+def global_batch(parts: list[Stream]) -> dict[str, np.ndarray]:
+    batches = [next(part) for part in parts]
+    return {field: np.concatenate([batch[field] for batch in batches]) for field in FIELDS}
+
+
+def saved(parts: list[Stream]) -> dict:
+    return json.loads(json.dumps({name: place for part in parts for name, place in part.get_state().items()}))
+
+
+def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
+    return all(a[field].dtype == b[field].dtype and np.array_equal(a[field], b[field]) for field in FIELDS)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40).filter(lambda ns: max(ns) > 1),
+    legs=st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 7)), min_size=1, max_size=5),
+    seed=st.integers(0, 2**33),
+    shuffle=st.booleans(),
+    prefetch=st.integers(0, 3),
+)
+@settings(max_examples=20, deadline=None)
+def test_batches_do_not_depend_on_processes_or_restarts(lengths, legs, seed, shuffle, prefetch):
+    documents = documents_of(lengths)
+    (unbroken,) = streams(documents, 1, seed=seed, shuffle=shuffle)
+    state = None
+    for processes, updates in legs:  # each leg is a restart on another number of processes
+        parts = streams(documents, processes, seed=seed, shuffle=shuffle, prefetch=prefetch)
+        for part in parts:
+            if state is not None:
+                part.set_state(state)
+        for _ in range(updates):
+            assert same(global_batch(parts), next(unbroken))
+        state = saved(parts)
+        assert state == saved([unbroken])
+        for part in parts:
+            part.close()
+    unbroken.close()
+
+
+def test_a_stream_goes_back_in_mid_pack():
+    (stream,) = streams(documents_of([5, 30, 7, 9, 22] * 20), 1)
+    for _ in range(3):
+        next(stream)
+    state = stream.get_state()
+    assert any(place["row"] for place in state.values())
+    ahead = [next(stream) for _ in range(9)]
+    stream.set_state(state)
+    assert all(same(next(stream), batch) for batch in ahead)
+    stream.close()
+
+
+def test_batch_shape_and_small_state():
+    parts = streams(documents_of([50] * 100), 2)
+    batch = next(parts[1])
+    assert all(batch[field].shape == (BATCH // 2, LENGTH) and batch[field].dtype == np.int32 for field in FIELDS)
+    for _ in range(200):
+        next(parts[1])
+    assert len(json.dumps(parts[1].get_state())) < 64 * len(parts[1].shards)
+
+
+def test_processes_read_different_samples():
+    first, second = streams(documents_of([LENGTH + 1] * 400), 2)
+    seen = [{int(t) for _ in range(20) for t in next(part)["tokens"][:, 0]} for part in (first, second)]
+    assert len(seen[0]) == len(seen[1]) == 20 * BATCH // 2 and not seen[0] & seen[1]
+
+
+def test_one_short_document_feeds_eight_shards():
+    (stream,) = streams(documents_of([3]), 1)
+    batch = next(stream)
+    assert (batch["labels"] != IGNORE).any(axis=1).all()
+
+
+def test_unshuffled_order_is_the_corpus_order():
+    stream = Stream(documents_of([LENGTH + 1] * 10), length=LENGTH, global_batch=1, virtual_shards=1, packing_bins=1,
+                    shuffle=False)  # fmt: skip
+    firsts = [int(next(stream)["tokens"][0, 0]) for _ in range(12)]
+    assert firsts == [1 + (LENGTH + 1) * (i % 10) for i in range(12)]
+
+
+def test_documents_without_a_target_are_an_error():
+    with pytest.raises(ConfigError, match="3 documents to train on and none has a token to predict"):
+        streams(documents_of([1, 1, 1]), 1)
+
+
+def test_a_state_of_another_number_of_shards_is_an_error():
+    (stream,) = streams(documents_of([30] * 9), 1)
+    state = {name: place for name, place in stream.get_state().items() if name != "5"}
+    with pytest.raises(ConfigError, match=r"lacks shard 5 .it has 7 shards, data.virtual_shards is 8"):
+        stream.set_state(state)
+
+
+@pytest.mark.parametrize(("batch", "shards"), [(1, 1), (16, 16), (61, 61), (67, 1), (96, 48), (128, 64), (1000, 50)])
+def test_default_virtual_shards(batch, shards):
+    assert resolve_virtual_shards(DataConfig(), batch) == shards
+
+
+def test_configured_virtual_shards():
+    assert resolve_virtual_shards(DataConfig(virtual_shards=4), 16) == 4
+    with pytest.raises(
+        ConfigError, match=r"data.virtual_shards 3 does not divide train.global_batch 16 .16 / 3 = 5.333"
+    ):
+        resolve_virtual_shards(DataConfig(virtual_shards=3), 16)
+
+
+@pytest.mark.parametrize(
+    ("lo", "hi", "owned"), [(0, 16, range(8)), (4, 8, range(2, 4)), (3, 5, range(1, 3)), (15, 16, range(7, 8))]
+)
+def test_shards_that_hold_rows(lo, hi, owned):
+    assert shards_of_rows(lo, hi, 16, 8) == owned
+
+
+def test_held_out_pass_scores_every_target_once_and_pads():
+    lengths = [5, 40, 13, 2, 1, 29, 8] * 3
+    documents = documents_of(lengths)
+    batches = held_out_batches(documents, length=LENGTH, global_batch=BATCH, batches=50)
+    assert all(batch[field].shape == (BATCH, LENGTH) for batch in batches for field in FIELDS)
+    labels = np.concatenate([batch["labels"].ravel() for batch in batches])
+    scored = np.sort(labels[labels != IGNORE])
+    opening = set((documents.starts + 1).tolist())
+    assert scored.tolist() == [t for t in range(1, sum(lengths) + 1) if t not in opening]
+    last = batches[-1]
+    empty = (last["labels"] == IGNORE).all(axis=1)
+    assert empty.any() and not empty.all()
+    assert not any(last[field][empty].any() for field in ("tokens", "segments", "positions"))
+
+
+def test_held_out_pass_is_fixed_and_bounded():
+    documents = documents_of([30] * 200)
+    one, two = (held_out_batches(documents, length=LENGTH, global_batch=BATCH, batches=3) for _ in range(2))
+    assert len(one) == 3 and all(same(a, b) for a, b in zip(one, two, strict=True))
+    assert held_out_batches(documents.select(np.array([], int)), length=8, global_batch=4, batches=2) == []
+
+
+def test_a_failure_in_the_thread_is_raised_to_the_reader():
+    documents = documents_of([LENGTH + 1] * 10)
+    beyond = Documents(documents.tokens[:5], documents.starts, documents.stops, documents.names)
+    (stream,) = streams(beyond, 1)
+    with pytest.raises(ValueError, match="broadcast"):
+        next(stream)
+    stream.close()
