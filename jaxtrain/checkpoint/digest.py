@@ -54,6 +54,7 @@ def _sum(leaf: jax.Array) -> jax.Array:
 def _words(leaf: jax.Array) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
+    leaf = jax.device_put(leaf, jax.memory.Space.Device)  # offloaded leaves rest in host memory
     if leaf.dtype == jnp.bool_:
         return leaf.astype(jnp.uint8)
     return jax.lax.bitcast_convert_type(leaf, WORDS[min(leaf.dtype.itemsize, 4)])

@@ -8,6 +8,7 @@ digests do.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -146,7 +147,7 @@ class Checkpoints:
             record = self._manager.restore(step, args=args)["record"]
         except Exception as error:  # missing, truncated or not JSON: each its own type
             raise UnreadableError(f"record: {type(error).__name__}: {_first_line(error)}") from None
-        if not isinstance(record, dict) or record != _seal(record):
+        if not isinstance(record, dict) or record.get("sha256") != _seal(record)["sha256"]:
             raise UnreadableError("record: altered bytes")
         return record
 
@@ -178,11 +179,10 @@ class Checkpoints:
             return
         if jax.process_index() == 0:
             for step in self._rejected:
-                source = self.directory / str(step)
-                target = next(
-                    t for t in (self.directory / f"damaged-{step}-{n}" for n in range(1000)) if not t.exists()
-                )
-                source.rename(target)
+                names = (self.directory / f"damaged-{step}-{n}" for n in itertools.count())
+                target = next(name for name in names if not name.exists())
+                with self._writing():
+                    (self.directory / str(step)).rename(target)
                 log.warning("damaged checkpoint %s now lies in %s", step, target)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("damaged checkpoints set aside")
@@ -193,9 +193,13 @@ class Checkpoints:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except Exception as error:
+            # the array writer reports a full disk as a ValueError that quotes the system's error
+            if not isinstance(error, OSError) and "os_error_code" not in str(error):
+                raise
+            cause = getattr(error, "strerror", None) or str(error).rsplit(": ", 1)[-1]
             raise ConfigError(
-                f"checkpoint directory {self.directory} cannot be written ({error.strerror or error}): "
+                f"checkpoint directory {self.directory} cannot be written ({cause}): "
                 "free space or permit writing, or choose another run directory"
             ) from error
 
