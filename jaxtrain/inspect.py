@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from jaxtrain.config import AXES, Axis, ConfigError, RunConfig, diff_configs, load_config, nearest, replace, to_tree
 from jaxtrain.mesh.layout import Layout, bytes_per_device, flatten_paths, local_shape, plan_layout
@@ -90,7 +90,7 @@ class Inspection:
                 "path": path,
                 "shape": list(param.shape),
                 "names": list(param.names),
-                **{f"{part.removesuffix('s')}_spec": _plain_spec(specs[part][path]) for part in _PARTS},
+                **{f"{part}_spec": _plain_spec(specs[part][path]) for part in _PARTS},
                 "dimensions": [_plain_reason(reason) for reason in self.layout.resolved[path].reasons],
                 "local_shape": list(local_shape(param.shape, specs["weights"][path], self.topology.sizes)),
                 "bytes": size * math.prod(local_shape(param.shape, specs["weights"][path], self.topology.sizes)),
@@ -239,7 +239,7 @@ class Difference:
 
     @property
     def parameters(self) -> list[dict[str, Any]]:
-        """Parameters of which a spec or a shape differs, with both rows (None where one lacks it)."""
+        """Parameters of which a row differs, with both rows (None where one lacks it)."""
         rows = [{row["path"]: row for row in one.parameters} for one in (self.before, self.after)]
         return [
             {"path": path, "before": rows[0].get(path), "after": rows[1].get(path)}
@@ -262,16 +262,11 @@ class Difference:
         for key, old, new in self.settings:
             shown = ["null" if value is None else value for value in (old, new)]
             console.print(f"{key}: {shown[0]} -> {shown[1]}", markup=False, highlight=False)
-        table = Table("parameter", "weights before", "weights after", "why", "bytes before", "bytes after")
+        table = Table(_path_column(), "of", "before", "after", "rule of each dimension", "bytes before", "bytes after")
         changed = self.parameters
         for row in changed:
-            old, new = row["before"], row["after"]
-            cells = [
-                [_show_spec(one["weight_spec"]) if one else "-" for one in (old, new)],
-                [_why(new) if new else "-"],
-            ]
-            sizes = [_bytes(one["bytes"]) if one else "-" for one in (old, new)]
-            table.add_row(row["path"], *cells[0], *cells[1], *sizes)
+            for cells in _changes(row["before"], row["after"]):
+                table.add_row(row["path"], *cells)
         console.print(table if changed else "no parameter's layout changes")
         console.print(_total_table([self.before.totals, self.after.totals]))
         crossings = [one.topology.crossings() for one in (self.before, self.after)]
@@ -325,8 +320,12 @@ def _parameter_table(one: Inspection) -> Table:
     for row in one.parameters:
         shape = "\n".join(f"{name} {n}" for name, n in zip(row["names"], row["shape"], strict=True))
         local = " x ".join(map(str, row["local_shape"]))
-        table.add_row(row["path"], shape, _show_spec(row["weight_spec"]), _why(row), local, _bytes(row["bytes"]))
+        table.add_row(row["path"], shape, _show_spec(row["weights_spec"]), _why(row), local, _bytes(row["bytes"]))
     return table
+
+
+def _path_column() -> Column:
+    return Column("parameter", overflow="fold")
 
 
 def _total_table(totals: list[dict[str, int]]) -> Table:
@@ -354,9 +353,26 @@ def _why(row: dict[str, Any]) -> str:
     for dim in row["dimensions"]:
         lost = "".join(f", over {lose['origin']} ({show_axes(lose['axes'])})" for lose in reversed(dim["losers"]))
         note = f" ({dim['note']})" if dim["note"] else ""
-        ruled = dim["axes"] or dim["note"] or dim["origin"] != NO_RULE
-        lines.append(f"{show_axes(dim['axes'])} by {dim['origin']}{lost}{note}" if ruled else "-")
+        idle = "" if dim["axes"] or dim["note"] or not dim["asked"] else " (size 1)"
+        shown = show_axes(dim["asked"] if idle else dim["axes"])
+        lines.append("-" if dim["origin"] == NO_RULE else f"{shown}{idle} by {dim['origin']}{lost}{note}")
     return "\n".join(lines)
+
+
+def _changes(old: dict[str, Any] | None, new: dict[str, Any] | None) -> list[tuple[str, ...]]:
+    """Cells of each differing spec of a parameter; parts that change alike share a row."""
+    parts: dict[tuple[str, str], list[str]] = {}
+    for part in _PARTS:
+        was, now = (_show_spec(row[f"{part}_spec"]) if row else "-" for row in (old, new))
+        resized = part == "weights" and (old or {}).get("bytes") != (new or {}).get("bytes")
+        if was != now or resized:
+            parts.setdefault((was, now), []).append(part)
+    rows = []
+    for specs, names in parts.items():
+        weights = "weights" in names
+        sizes = [_bytes(row["bytes"]) if row and weights else "" for row in (old, new)]
+        rows.append((", ".join(names), *specs, _why(new) if new and weights else "", *sizes))
+    return rows
 
 
 def _plain_spec(spec: PartitionSpec) -> list[list[str]]:
@@ -364,12 +380,12 @@ def _plain_spec(spec: PartitionSpec) -> list[list[str]]:
 
 
 def _plain_reason(reason: Reason) -> dict[str, Any]:
-    losers = [{"origin": origin, "axes": list(axes)} for origin, axes in reason.losers]
     return {
         "name": reason.name,
         "axes": list(reason.axes),
+        "asked": list(reason.asked),
         "origin": reason.origin,
-        "losers": losers,
+        "losers": [{"origin": origin, "axes": list(axes)} for origin, axes in reason.losers],
         "note": reason.note,
     }
 

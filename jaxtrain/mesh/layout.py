@@ -192,7 +192,8 @@ def _replicated(flat: Mapping[str, Param], resolved: Mapping[str, Resolved], rul
     for name, param in flat.items():
         reasons = resolved[name].reasons
         size = _one_layer(param)
-        if size <= rules.replicated_limit or any(r.axes or r.note or r.origin == f"rules.{r.name}" for r in reasons):
+        null = any(not r.asked and r.origin == f"rules.{r.name}" for r in reasons)
+        if size <= rules.replicated_limit or null or any(reason.axes or reason.note for reason in reasons):
             continue
         names = ", ".join(f"rules.{n}" for n in dict.fromkeys(param.names) if n != "layers")
         axes = ", ".join(axis for axis in AXES if axis in asked)

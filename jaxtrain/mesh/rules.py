@@ -85,10 +85,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a dimension is sharded as it is."""
+    """Why a dimension is sharded as it is: `axes` shard it, `asked` is what the rule says, idle axes included."""
 
     name: str
     axes: tuple[Axis, ...]
+    asked: tuple[Axis, ...]
     origin: str
     losers: tuple[tuple[str, tuple[Axis, ...]], ...]
     note: str = ""
@@ -175,7 +176,7 @@ def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = 
             text = f"{name} {param.shape}: dimension {dim} has the unknown logical name {logical!r}"
             mend = f"{nearest(logical, NAMES)}; names: {', '.join(NAMES)}"
             findings.append(Finding("unknown", name, text + mend))
-            reasons.append(Reason(logical, (), NO_RULE, (), "unknown name"))
+            reasons.append(Reason(logical, (), (), NO_RULE, (), "unknown name"))
             continue
         entry = rules.entry(logical)
         axes = tuple(axis for axis in entry.axes if sizes[axis] > 1)
@@ -197,7 +198,7 @@ def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = 
             )
             axes, note = (), f"left whole: {extent} does not divide {size}"
         used |= dict.fromkeys(axes, logical)
-        reasons.append(Reason(logical, axes, entry.origin, entry.losers, note))
+        reasons.append(Reason(logical, axes, entry.axes, entry.origin, entry.losers, note))
     return Resolved(make_spec(reason.axes for reason in reasons), tuple(reasons), tuple(findings))
 
 
