@@ -263,11 +263,10 @@ class Difference:
             shown = ["null" if value is None else value for value in (old, new)]
             console.print(f"{key}: {shown[0]} -> {shown[1]}", markup=False, highlight=False)
         table = Table(_path_column(), "of", "before", "after", "rule of each dimension", "bytes before", "bytes after")
-        changed = self.parameters
-        for row in changed:
+        for row in self.parameters:
             for cells in _changes(row["before"], row["after"]):
                 table.add_row(row["path"], *cells)
-        console.print(table if changed else "no parameter's layout changes")
+        console.print(table if table.row_count else "no parameter's layout changes")
         console.print(_total_table([self.before.totals, self.after.totals]))
         crossings = [one.topology.crossings() for one in (self.before, self.after)]
         if crossings[0] != crossings[1]:

@@ -71,11 +71,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something a rule asked for that cannot be, or that nobody asked for; `kind:subject` is its allow entry."""
+    """Something a rule asked for that cannot be, or that nobody asked for; `kind:subject` is its allow entry.
+
+    `also` are further subjects by which `rules.allow` may accept it.
+    """
 
     kind: str
     subject: str
     text: str
+    also: tuple[str, ...] = ()
 
     @property
     def entry(self) -> str:
@@ -130,7 +134,8 @@ class Rules:
 
     def allows(self, finding: Finding) -> bool:
         """Whether `rules.allow` accepts a finding."""
-        return any(fnmatchcase(finding.entry, pattern) for pattern in self.allow)
+        entries = [f"{finding.kind}:{subject}" for subject in (finding.subject, *finding.also)]
+        return any(fnmatchcase(entry, pattern) for entry in entries for pattern in self.allow)
 
 
 def resolve_rules(config: RulesConfig) -> Rules:
@@ -171,6 +176,8 @@ def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = 
     reasons: list[Reason] = []
     findings: list[Finding] = []
     used: dict[Axis, str] = {}
+    effective = [[a for a in rules.axes(n) if sizes[a] > 1] if n in NAMES else [] for n in param.names]
+    asked = "(" + ", ".join("+".join(axes) or "-" for axes in effective) + ")"
     for dim, (size, logical) in enumerate(zip(param.shape, param.names, strict=True)):
         if logical not in NAMES:
             text = f"{name} {param.shape}: dimension {dim} has the unknown logical name {logical!r}"
@@ -181,7 +188,10 @@ def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = 
         entry = rules.entry(logical)
         axes = tuple(axis for axis in entry.axes if sizes[axis] > 1)
         extent, note = math.prod(sizes[axis] for axis in axes), ""
-        where = f"{name} {param.shape}: dimension {dim} ({logical}, {size}) cannot be sharded over {show_axes(axes)}"
+        where = (
+            f"{name} {param.shape}, spec {asked}: dimension {dim} ({logical}, {size}) cannot be sharded over "
+            f"{show_axes(axes)}"
+        )
         twice = [axis for axis in axes if axis in used]
         if twice:
             others = ", ".join(f"{used[axis]} already uses {axis}" for axis in twice)
@@ -193,9 +203,9 @@ def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = 
             axes = ()
         elif size % extent:
             mend = f"choose a size of {show_axes(axes)} that divides {size}, or set rules.{logical} to null"
-            findings.append(
-                Finding("indivisible", name, f"{where} by {entry.origin}: {extent} does not divide; {mend}")
-            )
+            text = f"{where} by {entry.origin}: {extent} does not divide; {mend}"
+            # By name: the activations of that name do not divide either.
+            findings.append(Finding("indivisible", logical, text, also=(name,)))
             axes, note = (), f"left whole: {extent} does not divide {size}"
         used |= dict.fromkeys(axes, logical)
         reasons.append(Reason(logical, axes, entry.axes, entry.origin, entry.losers, note))
@@ -249,8 +259,8 @@ def use_rules(rules: Rules, mesh: Mesh | AbstractMesh, without: Iterable[str] = 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Pin an activation's sharding by one logical name (None: whole) a dimension; the identity outside `use_rules`.
 
-    kv_heads that do not divide stay whole; raises ConfigError for another dimension that does not divide, an axis
-    used twice, an unknown name.
+    kv_heads that do not divide stay whole, as does a name under rules.allow `indivisible:NAME`; raises ConfigError for
+    another dimension that does not divide, an axis used twice, an unknown name.
     """
     context = _CONTEXT.get()
     if context is None:
@@ -263,10 +273,11 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         axes = tuple(axis for axis in wanted if sizes[axis] > 1 and axis not in context.without)
         extent = math.prod(sizes[axis] for axis in axes)
         if size % extent and name != "kv_heads":
-            raise ConfigError(
+            text = (
                 f"activation {names} of shape {x.shape}: dimension {dim} ({name}, {size}) is not divisible by "
                 f"{show_axes(axes)} = {extent} ({context.rules.explain(str(name))}): change the size or rules.{name}"
             )
+            raise_findings([Finding("indivisible", str(name), text)], context.rules)
         dims.append(axes if size % extent == 0 else ())
     flat = [axis for axes in dims for axis in axes]
     if len(set(flat)) < len(flat):

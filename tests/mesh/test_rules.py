@@ -130,7 +130,8 @@ def test_unknown_preset_and_axis_and_name():
 
 
 def test_one_axis_twice():
-    refused({"up": UP}, rules("tensor", embed="tensor"), "up (32, 4096, 14336)", "dimension 2 (mlp, 14336)",
+    refused({"up": UP}, rules("tensor", embed="tensor"), "up (32, 4096, 14336), spec (-, tensor, tensor)",
+            "dimension 2 (mlp",
             "embed already uses tensor", "set rules.mlp or rules.embed", "['twice:up']", tensor=2)  # fmt: skip
     with pytest.raises(ConfigError, match=r"rules\.mlp is \[data, data\]: one axis twice"):
         rules("ddp", mlp=["data", "data"])
@@ -145,8 +146,9 @@ def test_one_axis_twice_in_an_activation():
 
 def test_a_dimension_that_does_not_divide():
     params = {"layers": {"up": Param((4, 256, 300), ("layers", "embed", "mlp"))}}
-    refused(params, rules("tensor"), "layers/up (4, 256, 300)", "dimension 2 (mlp, 300)", "tensor by preset tensor",
-            "8 does not divide", "rules.mlp to null", "rules.allow: ['indivisible:layers/up']", tensor=8)  # fmt: skip
+    refused(params, rules("tensor"), "layers/up (4, 256, 300), spec (-, -, tensor): ",
+            "dimension 2 (mlp, 300)", "tensor by preset tensor",
+            "8 does not divide", "rules.mlp to null", "rules.allow: ['indivisible:mlp']", tensor=8)  # fmt: skip
     allowed = plan(params, rules("tensor", allow=["indivisible:layers/*"]), tensor=8)
     assert allowed.weights["layers"]["up"] == P(None, None, None)
 
@@ -245,6 +247,8 @@ def test_kv_heads_that_do_not_divide_stay_whole_and_others_raise():
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 4)
     with pytest.raises(ConfigError, match=r"dimension 2 \(heads, 2\) is not divisible by tensor = 4"):
         pinned(rules("tensor"), mesh, x, "batch", "length", "heads", None)
+    y = pinned(rules("tensor", allow=["indivisible:heads"]), mesh, x, "batch", "length", "heads", None)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 4)
     with pytest.raises(ConfigError, match="one mesh axis twice"):
         pinned(rules("tensor", length="tensor"), mesh, x, "batch", "length", None, "mlp")
 
