@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -122,6 +123,8 @@ VERBS = {"train": Train, "launch": Launch, "inspect": Inspect}
 
 def main(argv: Sequence[str]) -> int:
     """Run one verb; a ConfigError becomes one message on stderr and exit status 2."""
+    # Orbax logs whole tracebacks of damaged files before our one message.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     try:
         rest, overrides = split_overrides(argv)
         verb: Any = tyro.cli(_verbs(), prog="jaxtrain", args=rest)

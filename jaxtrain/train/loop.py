@@ -207,7 +207,8 @@ class _Runner:
         if in_a_row >= self.config.precision.max_skipped:
             raise ConfigError(
                 f"{in_a_row} updates in a row had non-finite gradients (precision.max_skipped "
-                f"{self.config.precision.max_skipped}): lower optimizer.learning_rate, or use precision.compute bfloat16"
+                f"{self.config.precision.max_skipped}): lower optimizer.learning_rate "
+                "or use precision.compute bfloat16"
             )
 
     def _evaluate(self, step: int) -> float:

@@ -17,7 +17,8 @@ from jaxtrain.mesh.rules import Rules, resolve_rules
 from jaxtrain.mesh.topology import Topology, build_topology
 from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
-from jaxtrain.optim import build_optimizer
+from jaxtrain.numerics.remat import check_remat
+from jaxtrain.optim import build_optimizer, schedule_end
 from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
 from jaxtrain.train.state import State, abstract_state, create_state, state_bytes_per_device
 from jaxtrain.train.step import Batch, Step
@@ -83,6 +84,8 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     rules = resolve_rules(config.rules)
     layout = plan_layout(model.params, rules, topology.sizes, Precision(config.precision).separate_masters)
     plan = plan_batch(config.train, topology.sizes, layout.batch_axes)
+    schedule_end(config.optimizer, config.train.updates)
+    check_remat(config.remat, config.model)
     optimizer = build_optimizer(config.optimizer, model.params)
     step = Step(config, model, optimizer, layout, rules, mesh)
     return Setup(config, topology, mesh, model, rules, layout, plan, step)

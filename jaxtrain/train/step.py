@@ -68,7 +68,8 @@ class Step:
         finite = jnp.isfinite(norm)
         apply = finite & (scored > 0)
         clip = clip_scale(norm, config.optimizer.clip_norm)
-        rate = learning_rate(config.optimizer, config.train.updates, state["updates"], counter_float(state["tokens"]))
+        tokens = counter_add(state["tokens"], jnp.where(apply, scored, 0))
+        rate = learning_rate(config.optimizer, config.train.updates, state["updates"], counter_float(tokens))
         shards = partial(self._pin, specs=self.layout.optimizer)
         direction, opt = self.optimizer.update(
             shards(jax.tree.map(lambda g: g * clip, gradients)), state["opt"], shards(params)
@@ -80,7 +81,7 @@ class Step:
             "opt": keep(opt, state["opt"]),
             "scaler": scaling.update(config.precision, scaler, finite),
             "updates": state["updates"] + apply,
-            "tokens": counter_add(state["tokens"], jnp.where(apply, scored, 0)),
+            "tokens": tokens,
         }
         metrics = {
             "loss": loss / denominator,
