@@ -28,9 +28,10 @@ def printed(shown, width=200):
     return console.file.getvalue()
 
 
-def test_shards_are_those_that_jax_makes():
+@pytest.mark.parametrize("overrides", [[], ["rules.preset=[ddp]", "rules.embed=[tensor, data]"]])
+def test_shards_are_those_that_jax_makes(overrides):
     """Here with real (simulated) devices: every shard's bounds equal NamedSharding's."""
-    one = inspect(TINY)
+    one = inspect(replace(TINY, *overrides))
     mesh = one.topology.mesh()
     for path, spec in flatten_paths(one.layout.weights).items():
         shape = flatten_paths(one.params)[path].shape

@@ -104,6 +104,7 @@ def test_144_gpus_in_racks_of_72_hold_one_whole_instance_each():
 
     topology = build_topology(mesh, RACKS, handed)
     assert torn_groups(topology.domain) == []
+    assert ids_of(topology)[0, 0, :, 0, 0].tolist() == list(range(8)), "tensor groups are neighbours"
     assert [set(ids.ravel() // 72) for ids in ids_of(topology)] == [{0}, {1}]
     assert topology.crossings() == {"data": 2, "pipe": 1, "tensor": 1, "seq": 1, "expert": 1}
 
