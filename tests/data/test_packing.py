@@ -123,9 +123,9 @@ def test_fill_on_log_normal_lengths():
 
 def test_fullness_does_not_follow_the_place_in_a_plan():
     # Given out in order, the last rows of a plan would be the emptiest of every shard at the same update.
+    # Independent shards would give a spread of 1 / sqrt(32) of a row's; in step they gave 1.4 times, unshuffled 2 times.
     rng = np.random.default_rng(0)
-    pieces = cut(documents_of(*rng.integers(2, 300, 8000)), 256)
-    shards = [Rows(pieces, length=256, bins=8, seed=0, shuffle=True, shard=v, shards=16) for v in range(16)]
-    fills = [[pieces.sizes[next(shard)].sum() / 256 for shard in shards] for _ in range(40)]
-    by_update, single = np.mean(fills, axis=1), np.std(fills)
-    assert np.std(by_update) < 2 * single / np.sqrt(16)
+    pieces = cut(documents_of(*rng.integers(2, 300, 20_000)), 256)
+    shards = [Rows(pieces, length=256, bins=16, seed=0, shuffle=True, shard=v, shards=32) for v in range(32)]
+    fills = np.array([[pieces.sizes[next(shard)].sum() / 256 for shard in shards] for _ in range(48)])
+    assert np.std(fills.mean(axis=1)) < 1.2 * np.std(fills) / np.sqrt(32)
