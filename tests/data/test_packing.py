@@ -123,7 +123,7 @@ def test_fill_on_log_normal_lengths():
 
 def test_fullness_does_not_follow_the_place_in_a_plan():
     # Given out in order, the last rows of a plan would be the emptiest of every shard at the same update.
-    # Independent shards would give a spread of 1 / sqrt(32) of a row's; in step they gave 1.4 times, unshuffled 2 times.
+    # Independent shards spread by 1 / sqrt(32) of a row's spread; in step 1.4 times that, unshuffled 2 times.
     rng = np.random.default_rng(0)
     pieces = cut(documents_of(*rng.integers(2, 300, 20_000)), 256)
     shards = [Rows(pieces, length=256, bins=16, seed=0, shuffle=True, shard=v, shards=32) for v in range(32)]
