@@ -77,11 +77,13 @@ def guard(main: Callable[[], int]) -> int:
     raises as usual.
     """
     try:
-        return main()
+        status = main()
     except BaseException as error:
-        if not jax.distributed.is_initialized() or (isinstance(error, SystemExit) and not error.code):
+        if not jax.distributed.is_initialized():
             raise
         status = _report(error)
+    if not status or not jax.distributed.is_initialized():
+        return status
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()
@@ -179,9 +181,9 @@ def _report(error: BaseException) -> int:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return 2
     if isinstance(error, SystemExit):
-        if not isinstance(error.code, int):
+        if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
-        return error.code if isinstance(error.code, int) else 1
+        return 1 if isinstance(error.code, str) else int(error.code or 0)
     if isinstance(error, KeyboardInterrupt):
         return 130
     traceback.print_exception(error)

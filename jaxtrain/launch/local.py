@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -30,25 +29,30 @@ class _Worker:
 
     def __init__(self, number: int, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.number = number
+        self.status: int | None = None
         self.tail: deque[str] = deque(maxlen=20)
         # Its own session: a signal reaches its helpers too, and Ctrl-C reaches it once, from the launcher.
         self.process = subprocess.Popen(
-            [*command], env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True, preexec_fn=_die_with(os.getpid()),
+            [*_tied(), *command], env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         self.reader = threading.Thread(target=self._pass_on, daemon=True)
 
-    @property
-    def status(self) -> int | None:
-        """Exit status as a shell shows it (128 + signal); None while it runs."""
-        code = self.process.poll()
-        return 128 - code if code is not None and code < 0 else code
+    def poll(self) -> int | None:
+        """Exit status as a shell shows it (128 + signal), None while it runs; kills what an ended one left behind."""
+        if self.status is None and (code := self.process.poll()) is not None:
+            self.status = 128 - code if code < 0 else code
+            self._signal_group(signal.SIGKILL)
+        return self.status
 
     def send(self, signum: int) -> None:
         """Signal the process and its children, if it still runs."""
-        if self.process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signum)
+        if self.poll() is None:
+            self._signal_group(signum)
+
+    def _signal_group(self, signum: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signum)
 
     def _pass_on(self) -> None:
         assert self.process.stdout is not None
@@ -76,7 +80,6 @@ def launch(
             for i, env in enumerate(environments):
                 words = [*command, "--coordinator", address, "--processes", str(processes), "--process-id", str(i)]
                 workers.append(_Worker(i, words, env))
-            # Threads start after the last fork.
             for worker in workers:
                 worker.reader.start()
             return _wait(workers, grace, interrupted)
@@ -84,6 +87,7 @@ def launch(
         for worker in workers:
             worker.send(signal.SIGKILL)
             worker.process.wait()
+            worker.poll()
 
 
 def worker_environments(processes: int, devices: int | None, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
@@ -122,7 +126,8 @@ def _wait(workers: Sequence[_Worker], grace: float, interrupted: Callable[[], fl
     """Wait for all; the first failure ends the rest."""
     failed: _Worker | None = None
     deadline: float | None = None
-    while any(worker.status is None for worker in workers):
+    # A list, not a generator: every worker is polled.
+    while None in [worker.poll() for worker in workers]:
         if failed is None:
             failed = next((worker for worker in workers if worker.status), None)
             if failed is not None and interrupted() is None:
@@ -174,15 +179,16 @@ def _signals_to(workers: Sequence[_Worker]) -> Iterator[Callable[[], float | Non
             signal.signal(signum, handler)
 
 
-def _die_with(parent: int) -> Callable[[], None] | None:
-    """For Linux: what a child calls so that the kernel kills it when the launcher ends, however it ends."""
-    if sys.platform != "linux":
-        return None
-    set_death_signal, number = ctypes.CDLL(None).prctl, 1
+# Becomes the command (exec) after asking the kernel for SIGKILL (9) when the parent dies (PR_SET_PDEATHSIG, 1).
+# A program of its own does this and not code between fork and exec, where a multi-threaded parent may deadlock.
+_TIE = (
+    "import ctypes, os, sys\n"
+    "ctypes.CDLL(None).prctl(1, 9)\n"
+    "if os.getppid() != int(sys.argv[1]): sys.exit(1)\n"
+    "os.execvp(sys.argv[2], sys.argv[2:])"
+)
 
-    def prepare() -> None:
-        set_death_signal(number, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
 
-    return prepare
+def _tied() -> list[str]:
+    """For Linux: words before a command that tie its life to the launcher's, however that ends."""
+    return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid())] if sys.platform == "linux" else []

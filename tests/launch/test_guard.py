@@ -1,0 +1,32 @@
+"""One process: joining, waiting and guarding do nothing of their own."""
+
+import pytest
+
+from jaxtrain.config import ConfigError
+from jaxtrain.launch.distributed import barrier, guard, join, under_scheduler
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NODELIST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_process_joins_nothing():
+    import jax
+
+    join()
+    assert not jax.distributed.is_initialized() and not under_scheduler()
+    barrier("alone")
+    barrier("alone")
+
+
+def test_guard_passes_results_and_errors_on():
+    assert guard(lambda: 0) == 0
+    assert guard(lambda: 3) == 3
+
+    def fail():
+        raise ConfigError("train.updates is 0")
+
+    with pytest.raises(ConfigError, match=r"train.updates"):
+        guard(fail)

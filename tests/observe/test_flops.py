@@ -1,0 +1,128 @@
+"""Closed forms against published parameter counts, the built model and hand counts."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.observe.flops import (
+    PEAKS,
+    count_parameters,
+    matmul_weights,
+    peak_flops,
+    training_flops,
+    visible_keys,
+)
+
+LLAMA3 = {"vocab_size": 128_256, "n_kv_heads": 8, "max_length": 8192}
+LLAMA3_8B = ModelConfig(d_model=4096, n_layers=32, n_heads=32, d_ff=14_336, **LLAMA3)
+LLAMA3_70B = ModelConfig(d_model=8192, n_layers=80, n_heads=64, d_ff=28_672, **LLAMA3)
+QWEN3_8B = ModelConfig(
+    vocab_size=151_936, d_model=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, d_ff=12_288, qk_norm=True
+)
+GPT2 = ModelConfig(
+    vocab_size=50_257, d_model=768, n_layers=12, n_heads=12, d_ff=3072, max_length=1024, norm="layernorm",
+    activation="gelu_tanh", positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True, tied_head=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        (LLAMA3_8B, 8_030_261_248),
+        (LLAMA3_70B, 70_553_706_496),
+        (GPT2, 124_439_808),
+        (QWEN3_8B, 8_190_735_360),
+    ],
+)
+def test_counts_are_the_published_ones(model, published):
+    assert count_parameters(model) == published
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    heads=st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    width=st.sampled_from([None, 10]),
+    flags=st.lists(st.booleans(), min_size=5, max_size=5),
+    norm=st.sampled_from(["rmsnorm", "layernorm"]),
+    activation=st.sampled_from(["swiglu", "gelu", "relu2"]),
+    positions=st.sampled_from(["rope", "learned", "none"]),
+)
+def test_closed_form_counts_the_built_model(heads, width, flags, norm, activation, positions):
+    from jaxtrain.nn.model import build
+
+    names = ("qkv_bias", "out_bias", "mlp_bias", "tied_head", "qk_norm")
+    model = ModelConfig(
+        vocab_size=53, d_model=24, n_layers=3, n_heads=heads[0], n_kv_heads=heads[1], head_dim=width, d_ff=20,
+        max_length=11, norm=norm, activation=activation, positions=positions, **dict(zip(names, flags, strict=True)),
+    )  # fmt: skip
+    assert count_parameters(model) == build(model).count()
+
+
+def test_matmul_weights_are_the_parameters_without_embedding_and_norms():
+    # Llama 3 8B has no biases: what does not multiply is the embedding and 2 norms a layer and the last one.
+    assert matmul_weights(LLAMA3_8B) == 8_030_261_248 - 128_256 * 4096 - (2 * 32 + 1) * 4096
+
+
+def test_full_is_six_weights_and_twelve_layers_width_length():
+    # PaLM appendix B: 6 N + 12 L H Q T, here with H Q = 4096.
+    flops = training_flops(LLAMA3_8B, 8192)
+    assert flops.full == 6 * matmul_weights(LLAMA3_8B) + 12 * 32 * 4096 * 8192
+    assert flops.causal == 6 * matmul_weights(LLAMA3_8B) + 12 * 32 * 4096 * 8193 / 2
+
+
+@given(length=st.integers(1, 60), window=st.one_of(st.none(), st.integers(1, 70)))
+def test_visible_keys_equal_counting_the_mask(length, window):
+    seen = sum(1 for q in range(length) for k in range(length) if k <= q and (window is None or q - k < window))
+    assert visible_keys(length, window) == pytest.approx(seen / length, rel=1e-12)
+
+
+def test_window_pattern_repeats_over_layers():
+    model = ModelConfig(n_layers=5, windows=[4, None])
+    plain = training_flops(ModelConfig(n_layers=5), 64)
+    score = 3 * 4 * model.n_heads * model.width_of_head
+    # Layers 0, 2, 4 see 4 keys at most: 3.90625 of 64 on average.
+    expected = plain.causal - 3 * score * (32.5 - 3.90625)
+    assert training_flops(model, 64).causal == pytest.approx(expected, rel=1e-12)
+    assert training_flops(model, 64).full == plain.full
+
+
+@pytest.mark.parametrize(
+    ("kind", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA B300 SXM6 AC", 2250.0),
+        ("NVIDIA L40S", 362.05),
+        ("TPU v4", 275.0),
+        ("TPU v5 lite", 197.0),
+        ("TPU v5p", 459.0),
+        ("TPU v6 lite", 918.0),
+    ],
+)
+def test_peak_of_known_devices(kind, tera):
+    assert peak_flops(kind, "bfloat16") == pytest.approx(tera * 1e12, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA RTX A1000", "NVIDIA B2000"])
+def test_an_unknown_device_has_no_peak(kind):
+    assert peak_flops(kind, "bfloat16") is None
+
+
+def test_float32_peak_follows_the_matmul_precision():
+    assert peak_flops("NVIDIA H100 80GB HBM3", "float32") == pytest.approx(494.7e12, rel=1e-12)
+    assert peak_flops("NVIDIA H100 80GB HBM3", "float32", "highest") == pytest.approx(66.9e12, rel=1e-12)
+    assert peak_flops("TPU v4", "float32", "highest") is None
+    assert peak_flops("Tesla V100-SXM2-16GB", "bfloat16") is None
+
+
+def test_tensor_cores_halve_with_the_width():
+    # Makers' tables agree: TF32 is half of BF16 (to the digits they print) wherever the chip has both.
+    for name, peak in PEAKS.items():
+        if peak.bfloat16 and not name.startswith("TPU"):
+            assert peak.tensor32 == pytest.approx(peak.bfloat16 / 2, rel=0.02), name
