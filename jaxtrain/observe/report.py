@@ -75,11 +75,11 @@ def eval_points(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
 
 
 def smooth(points: Sequence[Point], share: float = 0.03) -> list[Point]:
-    """Centred mean over a window of `share` of the points (fewer at the ends, so that nothing lags); NaN stays out."""
+    """Centred mean over a window of `share` of the points, narrower at the steep start; NaN stays out."""
     reach = int(len(points) * share / 2)
     out = []
     for i, (step, value) in enumerate(points):
-        near = min(reach, i, len(points) - 1 - i)
+        near = min(reach, i)
         window = [v for _, v in points[i - near : i + near + 1] if v == v]
         out.append((step, sum(window) / len(window) if window and value == value else float("nan")))
     return out
@@ -162,7 +162,7 @@ def _title(run_dir: Path, losses: Sequence[Point], evals: Sequence[Point]) -> st
         words.append(f"training loss {losses[-1][1]:.3f}")
     if evals:
         words.append(
-            f"held-out loss {evals[0][1]:.3f} -> {evals[-1][1]:.3f}" if len(evals) > 1 else f"{evals[0][1]:.3f}"
+            "held-out loss " + " -> ".join(f"{value:.3f}" for _, value in dict.fromkeys((evals[0], evals[-1])))
         )
     return "   ".join(words)
 
