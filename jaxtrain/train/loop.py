@@ -36,7 +36,13 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
     started = time.perf_counter()
     setup = resolve(config)
     changes = check_same_run(directory, config)
+    shards = resolve_virtual_shards(config.data, config.train.global_batch)
     corpus = prepare(config)
+    if config.eval.every and not len(corpus.held_out):
+        raise ConfigError(
+            f"data.held_out {config.data.held_out} keeps no document for evaluation: raise it, bring more files, "
+            "or set eval.every: null"
+        )
     primary = jax.process_index() == 0
     if primary:
         write_run(directory, config, describe_sharding(setup), environment())
@@ -45,7 +51,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
         contextlib.closing(checkpoints),
         contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)) as log,
     ):
-        runner = _Runner(setup, corpus, checkpoints, log, directory, started)
+        runner = _Runner(setup, corpus, shards, checkpoints, log, directory, started)
         for line in changes:
             log.say(line)
         runner.restore()
@@ -62,12 +68,18 @@ class _Runner:
     """The moving parts of one run between two kills."""
 
     def __init__(
-        self, setup: Setup, corpus: Corpus, checkpoints: Checkpoints, log: Log, directory: Path, started: float
+        self,
+        setup: Setup,
+        corpus: Corpus,
+        shards: int,
+        checkpoints: Checkpoints,
+        log: Log,
+        directory: Path,
+        started: float,
     ) -> None:
         self.setup, self.corpus, self.checkpoints, self.log = setup, corpus, checkpoints, log
         self.config, self.directory, self.started = setup.config, directory, started
         data, train = self.config.data, self.config.train
-        shards = resolve_virtual_shards(data, train.global_batch)
         per_shard = train.global_batch // shards
         lo, hi = owned_rows(setup.plan, setup.batch_sharding, data.length)
         owned = shards_of_rows(lo, hi, train.global_batch, shards)
@@ -124,11 +136,6 @@ class _Runner:
     def run(self) -> None:
         """All updates that are left, with evaluation and checkpoints at their borders."""
         total, every, save = self.config.train.updates, self.config.eval.every, self.config.checkpoint.every
-        if every and not self.corpus.held_out.count:
-            raise ConfigError(
-                f"data.held_out {self.config.data.held_out} keeps no document for evaluation: raise it, bring more "
-                "files, or set eval.every: null"
-            )
         if self.done == 0 and every:
             self._evaluate(0)
         self.mark = time.perf_counter()

@@ -1,0 +1,126 @@
+"""Killed at any update, a rerun continues as the unbroken run; several processes train as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+UPDATES = 9
+
+
+def write_corpus(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(40):
+        functions = (f"def f{number}_{i}(x):\n    return x + {i * number}  # {'abc' * (i % 5)}\n" for i in range(9))
+        (folder / f"file{number}.py").write_text("\n".join(functions))
+    return folder
+
+
+def config_tree(folder: Path) -> dict[str, Any]:
+    return {
+        "model": {"vocab_size": 320, "d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 64, "max_length": 32},
+        "data": {
+            "sources": [{"text": str(folder / "corpus")}], "tokenizer": {"vocab_size": 320}, "length": 32,
+            "cache": str(folder / "cache"), "held_out": 0.2,
+        },
+        "train": {"updates": UPDATES, "global_batch": 4, "sample_tokens": 4},
+        "optimizer": {"learning_rate": 1e-2, "warmup": 2},
+        "checkpoint": {"every": 3},
+        "eval": {"every": 4, "batches": 1},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    write_corpus(folder / "corpus")
+    (folder / "run.yaml").write_text(yaml.safe_dump(config_tree(folder)))
+    return folder
+
+
+def start(place: Path, run: str, *arguments: str, verb: str = "train", **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "jaxtrain", verb, str(place / "run.yaml"), "--run", str(place / run), *arguments]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", **env}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def rows(place: Path, run: str) -> list[dict[str, Any]]:
+    keep = ("step", "loss", "grad_norm", "learning_rate", "scored_tokens", "tokens_total", "eval_loss", "loss_scale")
+    lines = (place / run / "metrics.jsonl").read_text().splitlines()
+    return [{key: row[key] for key in keep if key in row} for row in map(json.loads, lines)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(place: Path) -> list[dict[str, Any]]:
+    finish(start(place, "unbroken"))
+    return rows(place, "unbroken")
+
+
+def test_a_run_leaves_what_it_promises(place: Path, unbroken: list[dict[str, Any]]) -> None:
+    run = place / "unbroken"
+    assert [row["step"] for row in unbroken] == list(range(1, UPDATES + 1))
+    assert yaml.safe_load((run / "config.yaml").read_text())["train"]["updates"] == UPDATES
+    assert json.loads((run / "environment.json").read_text())["packages"]["jax"]
+    spec = json.loads((run / "sharding.json").read_text())["parameters"]["layers/mlp/up/weight"]
+    assert spec["shape"] == [2, 32, 64]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["tokens_total"] == unbroken[-1]["tokens_total"] == sum(row["scored_tokens"] for row in unbroken)
+    assert summary["eval_loss_last"] < summary["eval_loss_first"]
+    assert (run / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((run / "tensorboard").iterdir())
+    assert sorted(int(path.name) for path in (run / "checkpoints").iterdir()) == [6, 9]
+
+
+@pytest.mark.parametrize(("kill_after", "asynchronous"), [(1, True), (5, False), (8, False), (8, True)])
+def test_kill_and_rerun_repeats_the_unbroken_losses(
+    place: Path, unbroken: list[dict[str, Any]], kill_after: int, asynchronous: bool
+) -> None:
+    run = f"killed-{kill_after}-{asynchronous}"
+    process = start(place, run, f"--checkpoint.asynchronous={asynchronous}")
+    metrics = place / run / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not metrics.exists() or metrics.read_text().count("\n") < kill_after:
+        assert process.poll() is None and time.monotonic() < deadline, "it ended before it could be killed"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    output = finish(start(place, run))
+    if not asynchronous:
+        assert re.search(r"resumed at update [36]", output), output
+    assert rows(place, run) == unbroken
+
+
+def test_a_longer_run_goes_on_and_another_configuration_is_refused(place: Path, unbroken: list[dict[str, Any]]) -> None:
+    process = start(place, "unbroken", "--optimizer.learning_rate", "0.5", "--model.d_ff=96")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "optimizer.learning_rate: 0.01 there, 0.5 now" in output and "model.d_ff: 64 there, 96 now" in output
+    assert "Traceback" not in output
+
+
+def test_two_processes_train_as_one(place: Path, unbroken: list[dict[str, Any]]) -> None:
+    output = finish(start(place, "two", "--processes", "2", "--devices-per-process", "1", verb="launch"))
+    assert "[1] " not in output.replace("[1] [Gloo]", "")
+    for got, want in zip(rows(place, "two"), unbroken, strict=True):
+        assert got["scored_tokens"] == want["scored_tokens"]
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    # One process takes up what two have saved, on another mesh.
+    finish(start(place, "two", "--train.updates", str(UPDATES + 1)))
+    assert len(rows(place, "two")) == UPDATES + 1
