@@ -1,0 +1,92 @@
+"""YAML, bases, overrides, messages, round trips, and every shipped file."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxtrain.config import CONFIG_ROOT, ConfigError, diff_configs, dump_config, load_config, replace, to_tree, validate
+from jaxtrain.config import settings as schema
+from jaxtrain.mesh.rules import resolve_rules
+
+SHIPPED = sorted(str(path.relative_to(CONFIG_ROOT)) for path in CONFIG_ROOT.rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_file_loads_and_survives_a_round_trip(name: str) -> None:
+    config = load_config(name)
+    again = validate(yaml.safe_load(dump_config(config)))
+    assert to_tree(again) == to_tree(config)
+    assert resolve_rules(again.rules) == resolve_rules(config.rules)
+
+
+def test_bases_lie_below_and_overrides_above(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: {d_model: 64, n_heads: 2}\ntrain: {updates: 5}\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\ntrain: {global_batch: 2}\nmodel: {n_heads: 4}\n")
+    config = load_config(tmp_path / "b.yaml", ["train.updates=7", "optimizer.learning_rate=3e-4", "rules.mlp=null"])
+    assert (config.model.d_model, config.model.n_heads) == (64, 4)
+    assert (config.train.updates, config.train.global_batch) == (7, 2)
+    assert config.optimizer.learning_rate == 3e-4
+    assert "mlp" in config.rules.model_fields_set and "embed" not in config.rules.model_fields_set
+
+
+def test_a_circle_of_bases_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match=r"circle: a.yaml -> b.yaml"):
+        load_config(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"modle": {}}, "unknown setting modle (did you mean model?)"),
+        ({"model": {"d_modl": 3}}, "unknown setting model.d_modl (did you mean d_model?)"),
+        ({"model": {"rope": {"thet": 1}}}, "unknown setting model.rope.thet (did you mean theta?)"),
+        ({"model": 5}, "model is 5"),
+        ({"model": {"d_model": "wide"}}, "model.d_model is 'wide'"),
+        ({"model": {"d_model": 0}}, "model.d_model is 0: input should be greater than 0"),
+        ({"model": {"head_dim": 7}}, "model.head_dim 7 is odd"),
+        ({"mesh": {"data": -1, "pipe": -1}}, "mesh.data and mesh.pipe are both -1"),
+        ({"mesh": {"tensor": 0}}, "mesh.tensor is 0"),
+        ({"rules": {"mlp": "tensr"}}, "rules.mlp is 'tensr': input should be 'data', 'pipe', 'tensor'"),
+        ({"data": {"sources": [{"txt": "a"}]}}, "unknown setting data.sources.0.txt (did you mean text?)"),
+        ({"remat": {"every": 3}}, "remat.every 3 does not divide model.n_layers 4"),
+        ({"optimizer": {"unit": "tokens"}}, "set optimizer.total"),
+    ],
+)
+def test_messages_name_setting_value_and_mend(tree: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate(tree)
+    assert words in str(error.value)
+
+
+def test_all_faults_come_in_one_message() -> None:
+    with pytest.raises(ConfigError) as error:
+        validate({"model": {"d_model": -1, "n_heads": "x"}, "train": {"update": 3}})
+    assert len(str(error.value).splitlines()) == 3
+
+
+def test_replace_and_diff() -> None:
+    config = validate({})
+    other = replace(config, "mesh.tensor=2", "rules.preset=[fsdp, tensor]")
+    assert diff_configs(to_tree(config), to_tree(other)) == [
+        ("mesh.tensor", 1, 2),
+        ("rules.preset", ["ddp"], ["fsdp", "tensor"]),
+    ]
+
+
+def test_settings_are_documented_and_fewer_than_150() -> None:
+    sections = [c for _, c in inspect.getmembers(schema, inspect.isclass) if issubclass(c, schema.Section)]
+    fields = [
+        (section.__name__, name, field)
+        for section in sections
+        if section not in (schema.Section, schema.RunConfig)
+        for name, field in section.model_fields.items()
+    ]
+    assert len(fields) < 150
+    assert not [f"{section}.{name}" for section, name, field in fields if not field.description]
