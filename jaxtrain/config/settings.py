@@ -6,9 +6,9 @@ Checks that need one section live on it; checks that need several live in `RunCo
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
 
 Axis = Literal["data", "pipe", "tensor", "seq", "expert"]
 AXES: tuple[Axis, ...] = ("data", "pipe", "tensor", "seq", "expert")
@@ -167,7 +167,7 @@ class ClusterConfig(Section):
 class RulesConfig(Section):
     """Logical dimension names -> mesh axes: presets in order, then single entries set here."""
 
-    preset: list[str] = ["ddp"]
+    preset: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = ["ddp"]
     """Named tables, later ones win: see jaxtrain.mesh.rules.PRESETS."""
     batch: Axes = None
     """Activations: sequences of the batch."""

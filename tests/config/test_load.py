@@ -78,6 +78,7 @@ def test_replace_and_diff() -> None:
         ("mesh.tensor", 1, 2),
         ("rules.preset", ["ddp"], ["fsdp", "tensor"]),
     ]
+    assert replace(config, "rules.preset=fsdp").rules.preset == ["fsdp"]
 
 
 def test_settings_are_documented_and_fewer_than_150() -> None:
