@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.numerics.remat import tag
-from jaxtrain.ops import attention, norm, rope
+from jaxtrain.ops import attention, linear, norm, rope
 
 Names = tuple[str, ...]
 
@@ -50,7 +50,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Contract x's last dims with the weight, as the equation says."""
-        out = jnp.einsum(self.equation, x, self.weight[...])
+        out = linear.contract(self.equation, x, self.weight[...])
         return out if self.bias is None else out + self.bias[...]
 
 

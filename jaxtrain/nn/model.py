@@ -32,7 +32,7 @@ class Model:
     """Tree of Param: global shape and logical names of every parameter."""
 
     def init(self, key: jax.Array) -> Tree:
-        """Draw every parameter in float32; the values do not depend on sharding, so jit it with out_shardings."""
+        """Draw every parameter in float32; sharding changes no more than a last bit, so jit it with out_shardings."""
         return nnx.to_pure_dict(nnx.state(Decoder(self.config, nnx.Rngs(key)), nnx.Param))
 
     def hidden(

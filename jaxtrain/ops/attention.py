@@ -1,6 +1,6 @@
 """Attention over packed rows.
 
-B batch, L length (queries), M length (keys), H heads, K kv heads, G query heads a kv head, E head width.
+B batch, L length (queries), M length (keys), H heads, K kv heads, E head width.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ def attend(
     A query sees the keys at or before its index that share its segment; segment 0 is padding, which sees nothing and
     gives zeros. `window` counts visible keys, oneself included; `softcap` bounds scores (Gemma 2).
     """
-    B, L, H, E = q_BLHE.shape
-    K = k_BLKE.shape[2]
-    q_BKGLE = q_BLHE.reshape(B, L, K, H // K, E).transpose(0, 2, 3, 1, 4)
-    k_BKME, v_BKME = k_BLKE.transpose(0, 2, 1, 3), v_BLKE.transpose(0, 2, 1, 3)
-    scores_BKGLM = jnp.einsum("bkgle,bkme->bkglm", q_BKGLE, k_BKME, preferred_element_type=jnp.float32) * E**-0.5
+    H, E = q_BLHE.shape[2:]
+    # Heads before length: batched matmuls of plain matrices. Repeated keys cost little beside the scores, keep the
+    # heads one dim, so that any mesh axis that divides them can shard them, and are what the CPU is fastest with.
+    k_BMHE, v_BMHE = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k_BLKE, v_BLKE))
+    q_BHLE, k_BHME, v_BHME = (a.swapaxes(1, 2) for a in (q_BLHE, k_BMHE, v_BMHE))
+    scores_BHLM = jnp.einsum("bhle,bhme->bhlm", q_BHLE, k_BHME, preferred_element_type=jnp.float32) * E**-0.5
     if softcap is not None:
-        scores_BKGLM = softcap * jnp.tanh(scores_BKGLM / softcap)
-    seen_BLM = visible(segments_BL, window)
-    weights_BKGLM = jax.nn.softmax(jnp.where(seen_BLM[:, None, None], scores_BKGLM, HIDDEN), axis=-1)
-    out_BKGLE = jnp.einsum(
-        "bkglm,bkme->bkgle", weights_BKGLM.astype(v_BLKE.dtype), v_BKME, preferred_element_type=jnp.float32
-    )
-    out_BLHE = out_BKGLE.transpose(0, 3, 1, 2, 4).reshape(B, L, H, E).astype(q_BLHE.dtype)
+        scores_BHLM = softcap * jnp.tanh(scores_BHLM / softcap)
+    # Added, not selected: one array for all heads, and a sum has a cheaper gradient than a select.
+    hidden_BLM = jnp.where(visible(segments_BL, window), 0.0, HIDDEN)
+    weights_BHLM = jax.nn.softmax(scores_BHLM + hidden_BLM[:, None], axis=-1).astype(v_BLKE.dtype)
+    out_BHLE = jnp.einsum("bhlm,bhme->bhle", weights_BHLM, v_BHME, preferred_element_type=jnp.float32)
+    out_BLHE = out_BHLE.swapaxes(1, 2).astype(q_BLHE.dtype)
     return jnp.where(segments_BL[:, :, None, None] > 0, out_BLHE, 0)
 
 

@@ -17,8 +17,10 @@ from jaxtrain.mesh.rules import constrain
 IGNORE = -1
 """Label of a position that is not scored."""
 
-CHUNK_LOGITS = 2**26
-"""Logits (of the whole batch) that exist at once: 256 MiB in float32, divided by the shards of batch and vocabulary."""
+# Tokens of a row whose logits exist at once: few enough that logits never fill the memory, and, since each chunk reads
+# and writes the whole [D, V] gradient of the head, enough to pay for that.
+CHUNK_TOKENS = 256
+CHUNK_TOKENS_PER_WIDTH = 1 / 4
 
 # The gradient of logits lies in [-1, 1]; in float16 most of it would vanish before the loss scale reaches it.
 FLOAT16_SHIFT = 2.0**15
@@ -34,7 +36,7 @@ def cross_entropy(
     chunk, so that logits are computed once and never kept.
     """
     x_BLD = constrain(x_BLD, "batch", "length", "hidden")
-    chunks = _chunks(x_BLD.shape[0], x_BLD.shape[1], w_DV.shape[1])
+    chunks = _chunks(x_BLD.shape[1], x_BLD.shape[2])
     return _loss_sum(x_BLD, w_DV, labels_BL, softcap, chunks), jnp.sum(labels_BL != IGNORE, dtype=jnp.int32)
 
 
@@ -43,16 +45,22 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def _chunks(B: int, L: int, V: int) -> int:
-    """The smallest divisor of L that brings a chunk's logits under CHUNK_LOGITS."""
-    wanted = -(-B * L * V // CHUNK_LOGITS)
-    return next(n for n in range(1, L + 1) if L % n == 0 and (n >= wanted or n == L))
+def _chunks(L: int, D: int) -> int:
+    """The largest number of chunks of a row, each long enough."""
+    shortest = max(CHUNK_TOKENS, D * CHUNK_TOKENS_PER_WIDTH)
+    return next(n for n in range(L, 0, -1) if L % n == 0 and (L / n >= shortest or n == 1))
 
 
 def _split(x_BL: jax.Array, chunks: int) -> jax.Array:
-    """[B, N C, ...] -> [N, B, C, ...]."""
+    """[B, L, ...] -> [N, B, C, ...]; every N-th token, so that each chunk has a share of every shard of length."""
     B, L = x_BL.shape[:2]
-    return jnp.moveaxis(x_BL.reshape(B, chunks, L // chunks, *x_BL.shape[2:]), 1, 0)
+    return jnp.moveaxis(x_BL.reshape(B, L // chunks, chunks, *x_BL.shape[2:]), 2, 0)
+
+
+def _join(x_NBC: jax.Array) -> jax.Array:
+    """The inverse of `_split`."""
+    N, B, C = x_NBC.shape[:3]
+    return jnp.moveaxis(x_NBC, 0, 2).reshape(B, C * N, *x_NBC.shape[3:])
 
 
 def _chunk_loss(
@@ -95,8 +103,7 @@ def _forward(
 
     start = (jnp.float32(0), jnp.zeros(w_DV.shape, jnp.float32))
     (total, dw_DV), dx_NBCD = lax.scan(chunk, start, (_split(x_BLD, chunks), _split(labels_BL, chunks)))
-    dx_BLD = jnp.moveaxis(dx_NBCD, 0, 1).reshape(x_BLD.shape)
-    return total, (dx_BLD, dw_DV, jnp.zeros((), x_BLD.dtype), jnp.zeros((), w_DV.dtype))
+    return total, (_join(dx_NBCD), dw_DV, jnp.zeros((), x_BLD.dtype), jnp.zeros((), w_DV.dtype))
 
 
 def _backward(softcap: float | None, chunks: int, kept: Any, slope: jax.Array) -> tuple[jax.Array, jax.Array, None]:

@@ -1,0 +1,170 @@
+"""The model as a whole: published sizes, births, packing, layer patterns, and the same values on any mesh."""
+
+import math
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtrain.config import AXES, CONFIG_ROOT, ModelConfig, RematConfig, RulesConfig, load_config
+from jaxtrain.mesh.rules import NAMES, resolve_rules, spec_for, use_rules
+from jaxtrain.nn.model import build
+from jaxtrain.ops.loss import cross_entropy
+
+TINY = ModelConfig(vocab_size=64, d_model=32, n_layers=4, n_heads=8, n_kv_heads=2, head_dim=4, d_ff=48, max_length=32)
+PUBLISHED = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_405b": 405_853_388_800,
+    "qwen3_8b": 8_190_735_360,
+    "mistral_7b": 7_241_732_096,
+    "gpt2": 124_439_808,
+    # 12 n d^2 + 13 n d + (V + P) d + 2 d
+    "gpt3_175b": 12 * 96 * 12288**2 + 13 * 96 * 12288 + (50257 + 2048) * 12288 + 2 * 12288,
+}
+
+
+def variant(**changes):
+    return ModelConfig.model_validate({**TINY.model_dump(), **changes})
+
+
+def batch(seed=0, B=8, L=16):
+    tokens = np.random.default_rng(seed).integers(0, TINY.vocab_size, (B, L)).astype(np.int32)
+    segments = np.repeat([[1, 2, 2, 0]], L // 4, axis=1).repeat(B, axis=0).astype(np.int32)
+    positions = np.concatenate([np.arange(L // 4), np.arange(L // 2), np.zeros(L // 4)]).astype(np.int32)
+    return tokens, np.broadcast_to(positions, (B, L)), segments
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_parameter_counts(name):
+    config = load_config(f"models/{name}", ["data.tokenizer.vocab_size=256"]).model
+    start = time.perf_counter()
+    assert build(config).count() == PUBLISHED[name]
+    assert time.perf_counter() - start < 1
+
+
+def test_every_model_has_a_published_count():
+    assert {path.stem for path in Path(CONFIG_ROOT, "models").glob("*.yaml")} == {*PUBLISHED}
+
+
+def test_names_are_those_of_the_rules():
+    config = variant(positions="learned", norm="layernorm", qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
+    params = build(config).params
+    assert {name for p in jax.tree.leaves(params) for name in p.names} <= {*NAMES}
+    attention = params["layers"]["attention"]
+    assert attention["query"]["bias"].names == ("layers", "heads", "head_dim")
+    assert attention["key"]["weight"].names == ("layers", "embed", "kv_heads", "head_dim")
+    assert attention["key"]["weight"].shape == (4, 32, 2, 4)
+    assert attention["out"]["bias"].names == ("layers", "norm")
+    assert attention["query_norm"]["scale"].names == ("layers", "head_dim")
+    assert params["embed"]["positions"].names == ("positions", "embed")
+    assert params["head"]["weight"].names == ("embed", "vocab")
+
+
+def test_birth():
+    model = build(variant(d_model=64, vocab_size=512, mlp_bias=True))
+    params = jax.jit(model.init)(jax.random.key(0))
+    shapes = jax.tree.map(
+        lambda array, param: (array.shape, array.dtype) == (param.shape, "float32"), params, model.params
+    )
+    assert all(jax.tree.leaves(shapes))
+    layers = params["layers"]
+    np.testing.assert_allclose(np.std(params["embed"]["tokens"]), 0.02, rtol=0.05)
+    np.testing.assert_allclose(np.std(layers["mlp"]["up"]["weight"]), 0.02, rtol=0.05)
+    np.testing.assert_allclose(np.std(layers["mlp"]["down"]["weight"]), 0.02 / math.sqrt(8), rtol=0.05)
+    assert (layers["mlp"]["up"]["bias"] == 0).all() and (layers["mlp_norm"]["scale"] == 1).all()
+    up = np.asarray(layers["mlp"]["up"]["weight"]).reshape(4, -1)
+    assert np.abs(np.corrcoef(up) - np.eye(4)).max() < 0.1  # no layer repeats another
+    other = model.init(jax.random.key(1))
+    assert not np.allclose(other["head"]["weight"], params["head"]["weight"])
+
+
+def test_tied_head_is_the_transposed_embedding():
+    model = build(variant(tied_head=True))
+    params = model.init(jax.random.key(0))
+    assert "head" not in params
+    np.testing.assert_array_equal(model.head(params), params["embed"]["tokens"].T)
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned", "none"])
+def test_a_packed_row_equals_its_documents_alone(positions):
+    model = build(variant(positions=positions, activation="relu2", logit_softcap=5.0, attention_softcap=3.0))
+    params = model.init(jax.random.key(0))
+    tokens, places, segments = batch(B=1)
+    packed = model.logits(params, tokens, places, segments)
+    for span in (slice(0, 4), slice(4, 12)):
+        ids = tokens[:, span]
+        alone = model.logits(params, ids, np.arange(ids.shape[1])[None], np.ones_like(ids))
+        np.testing.assert_allclose(packed[:, span], alone, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("windows", "reach"), [([3, 1, 1], 4), ([2], 4), ([1], 0), ([1, None], 15)])
+def test_window_pattern_repeats_over_layers(windows, reach):
+    """A layer of window w reaches w - 1 tokens back; four layers reach as far as their sum, and not one further."""
+    model = build(variant(windows=windows, init_std=0.2))
+    params = model.init(jax.random.key(0))
+    tokens, last = batch(B=1)[0], 15
+    places = (np.arange(16)[None], np.ones((1, 16), np.int32))
+    hidden = jax.jit(model.hidden)
+    before = hidden(params, tokens, *places)[0, last]
+    for distance in range(16):
+        changed = tokens.copy()
+        changed[0, last - distance] ^= 1
+        moved = np.abs(hidden(params, changed, *places)[0, last] - before).max()
+        assert (moved > 0) == (distance <= reach), (distance, moved)
+
+
+MESHES = {
+    "fsdp": ({"data": 8}, ["fsdp"]),
+    "tensor": ({"data": 2, "tensor": 4}, ["tensor"]),
+    "tensor_sequence": ({"data": 2, "tensor": 4}, ["tensor_sequence"]),
+    "fsdp x tensor_sequence": ({"data": 4, "tensor": 2}, ["fsdp", "tensor_sequence"]),
+    "hybrid_fsdp": ({"data": 4, "tensor": 2}, ["hybrid_fsdp"]),
+}
+
+
+@pytest.fixture(scope="module")
+def single():
+    model = build(TINY)
+    params = jax.jit(model.init)(jax.random.key(0))
+    return model, params, jax.jit(jax.value_and_grad(_loss(model)))(params)
+
+
+def _loss(model):
+    tokens, positions, segments = batch()
+    labels = np.where(np.roll(segments, -1, 1) == segments, np.roll(tokens, -1, 1), -1)
+    labels = np.where(segments == 0, -1, labels)
+
+    def loss(params):
+        x = model.hidden(params, tokens, positions, segments, RematConfig(policy="full"))
+        total, count = cross_entropy(x, model.head(params), labels)
+        return total / count
+
+    return loss
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_same_birth_loss_and_gradient_on_any_mesh(single, name):
+    model, params, expected = single
+    wanted, preset = MESHES[name]
+    sizes = {axis: wanted.get(axis, 1) for axis in AXES}
+    mesh, rules = (
+        Mesh(np.array(jax.devices()).reshape(*sizes.values()), AXES),
+        resolve_rules(RulesConfig(preset=preset)),
+    )
+    specs = jax.tree.map(lambda p: NamedSharding(mesh, spec_for(p, rules, sizes).spec), model.params)
+    born = jax.jit(model.init, out_shardings=specs)(jax.random.key(0))
+    # The same random bits; erfinv may round the last bit otherwise where a shard's loop ends.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), born, params)
+
+    def step(params):
+        with use_rules(rules, mesh):
+            return jax.value_and_grad(_loss(model))(params)
+
+    loss, gradient = jax.jit(step, out_shardings=(None, specs))(born)
+    np.testing.assert_allclose(loss, expected[0], rtol=2e-6)
+    for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max())

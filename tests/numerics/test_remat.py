@@ -1,0 +1,92 @@
+"""Remat policies: same gradients, other residuals; names that cannot help are errors."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.config import ConfigError, ModelConfig, RematConfig
+from jaxtrain.nn.model import build
+from jaxtrain.numerics.remat import NAMES, check_remat, names_of
+
+CONFIG = ModelConfig(vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=48, max_length=16)
+POLICIES = {
+    "none": RematConfig(),
+    "dots": RematConfig(policy="dots"),
+    "names": RematConfig(policy="names", names=["qkv", "mlp_up"]),
+    "full": RematConfig(policy="full"),
+    "full, two layers": RematConfig(policy="full", every=2),
+    "names, two layers": RematConfig(policy="names", names=["attention_residual"], every=2),
+}
+
+
+@pytest.fixture(scope="module")
+def setting():
+    model = build(CONFIG)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 64, (2, 16))
+    places = (np.tile(np.arange(8), (2, 2)), np.repeat([[1, 2], [1, 0]], 8, axis=1))
+    params = model.init(jax.random.key(0))
+
+    def loss(remat):
+        return lambda params: jnp.sum(jnp.sin(model.hidden(params, tokens, *places, remat)))
+
+    return params, loss
+
+
+@pytest.mark.parametrize("name", list(POLICIES)[1:])
+def test_gradients_are_the_same(setting, name):
+    params, loss = setting
+    expected = jax.jit(jax.grad(loss(RematConfig())))(params)
+    actual = jax.jit(jax.grad(loss(POLICIES[name])))(params)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
+
+
+def test_each_policy_keeps_another_amount(setting):
+    params, loss = setting
+    # The leaves of a pullback are what the forward pass left for it.
+    kept = {
+        name: sum(leaf.size for leaf in jax.tree.leaves(jax.vjp(loss(remat), params)[1]))
+        for name, remat in POLICIES.items()
+    }
+    order = ["none", "dots", "names", "full", "full, two layers"]
+    assert all(kept[a] > kept[b] for a, b in itertools.pairwise(order)), kept
+    # q, k, v (32 + 16 + 16 a token) and mlp_up (48) more than full, for 2 x 16 tokens and 4 layers
+    assert kept["names"] - kept["full"] == 2 * 16 * 4 * (32 + 16 + 16 + 48)
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "relu2"])
+def test_names_of_are_those_that_the_blocks_produce(activation):
+    config = ModelConfig.model_validate({**CONFIG.model_dump(), "activation": activation, "qk_norm": True})
+    model = build(config)
+    ids = jnp.zeros((1, 4), jnp.int32)
+    jaxpr = jax.make_jaxpr(lambda p: model.hidden(p, ids, ids, ids))(model.init(jax.random.key(0)))
+    assert {*names_of(config)} == {name for name in NAMES if f"name={name}\n" in f"{jaxpr}".replace("]", "\n")}
+
+
+@pytest.mark.parametrize(
+    ("remat", "model", "words"),
+    [
+        (RematConfig(policy="names"), CONFIG, ["remat.names is empty", "qkv"]),
+        (RematConfig(policy="names", names=["mlp_upp"]), CONFIG, ["'mlp_upp'", "did you mean mlp_up?"]),
+        (RematConfig(policy="full", names=["qkv"]), CONFIG, ["remat.names", "no effect", "full"]),
+        (
+            RematConfig(policy="names", names=["mlp_gate"]),
+            ModelConfig(activation="gelu"),
+            ["'mlp_gate'", "model.activation gelu", "mlp_up"],
+        ),
+    ],
+)
+def test_names_without_effect_are_errors(remat, model, words):
+    with pytest.raises(ConfigError) as caught:
+        check_remat(remat, model)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_hidden_checks_the_names(setting):
+    _, loss = setting
+    with pytest.raises(ConfigError, match=r"remat\.names is empty"):
+        loss(RematConfig(policy="names"))({})

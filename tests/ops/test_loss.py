@@ -1,0 +1,132 @@
+"""Cross entropy against optax and closed forms: masked, chunked, capped, mapped, with a sharded vocabulary."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.config import RulesConfig
+from jaxtrain.mesh.rules import resolve_rules, use_rules
+from jaxtrain.ops import loss
+from jaxtrain.ops.loss import IGNORE, cross_entropy
+
+
+def plain(x, w, labels, softcap=None):
+    logits = loss.soft_cap(jnp.einsum("bld,dv->blv", x, w), softcap)
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
+    return jnp.sum(jnp.where(labels != IGNORE, each, 0.0))
+
+
+def inputs(seed, B, L, D, V, scored=0.7):
+    rng = np.random.default_rng(seed)
+    labels = np.where(rng.random((B, L)) < scored, rng.integers(0, V, (B, L)), IGNORE)
+    x, w = rng.standard_normal((B, L, D)), rng.standard_normal((D, V))
+    return jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), jnp.asarray(labels, jnp.int32)
+
+
+def agree(actual, expected, rtol=2e-5):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * max(np.abs(b).max(), 1e-6))
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    st.just(2), st.sampled_from([1, 8]), st.just(5), st.sampled_from([2, 17]),
+    st.sampled_from([None, 1.5]), st.sampled_from([1, 2, 256]), st.integers(0, 99),
+)  # fmt: skip
+def test_values_and_gradients(B, L, D, V, softcap, chunk, seed):
+    x, w, labels = inputs(seed, B, L, D, V)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "CHUNK_TOKENS", chunk)
+        total, count = cross_entropy(x, w, labels, softcap)
+        gradients = jax.grad(lambda x, w: 3 * cross_entropy(x, w, labels, softcap)[0], (0, 1))(x, w)
+    agree(total, plain(x, w, labels, softcap))
+    agree(gradients, jax.grad(lambda x, w: 3 * plain(x, w, labels, softcap), (0, 1))(x, w))
+    assert count == np.sum(np.asarray(labels) != IGNORE) and count.dtype == jnp.int32
+
+
+def test_uniform_logits_cost_log_vocabulary():
+    total, count = cross_entropy(jnp.zeros((2, 4, 3)), jnp.ones((3, 50)), jnp.array([[1, 2, -1, 3], [-1, -1, -1, 9]]))
+    np.testing.assert_allclose(total, 4 * math.log(50), rtol=1e-6)
+    assert count == 4
+
+
+def test_nothing_scored_is_zero_with_zero_gradients():
+    x, w, labels = inputs(0, 2, 8, 4, 11, scored=0)
+    (total, count), gradients = jax.value_and_grad(
+        lambda x, w: cross_entropy(x, w, labels), argnums=(0, 1), has_aux=True
+    )(x, w)
+    assert total == 0 and count == 0
+    assert all((np.asarray(g) == 0).all() for g in gradients)
+
+
+def test_tokens_of_a_chunk_grow_with_width():
+    assert [loss._chunks(length, width) for length, width in [(256, 256), (512, 512), (8192, 4096), (7, 64)]] == [
+        1, 2, 8, 1,
+    ]  # fmt: skip
+
+
+def test_logits_are_never_kept():
+    """Only [N, B, C, D] and [D, V] leave the forward pass: no residual is as large as all logits."""
+    x, w, labels = inputs(0, 2, 1024, 4, 64)
+    _, pull = jax.vjp(lambda x, w: cross_entropy(x, w, labels)[0], x, w)
+    assert max(leaf.size for leaf in jax.tree.leaves(pull)) < 2 * 1024 * 64
+
+
+def test_float16_gradients_survive_a_small_probability():
+    """A token of probability 1e-8 has a gradient that float16 cannot hold before the loss scale of 2**15."""
+    V = 8
+    x, w = jnp.ones((1, 1, 1), jnp.float16), jnp.zeros((1, V), jnp.float16).at[0, 0].set(17.0)
+    labels = jnp.zeros((1, 1), jnp.int32)
+    dw = jax.grad(lambda w: 2.0**15 * cross_entropy(x, w, labels)[0])(w)
+    assert dw.dtype == jnp.float16
+    np.testing.assert_allclose(dw[0, 1], 2.0**15 * math.exp(-17), rtol=2e-2)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_sharded_vocabulary_is_never_gathered(softcap):
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 1, 4, 1, 1), ("data", "pipe", "tensor", "seq", "expert"))
+    rules = resolve_rules(RulesConfig(preset=["tensor_sequence"]))
+    x, w, labels = inputs(1, 4, 512, 8, 64)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in (P("data", "tensor"), P(None, "tensor"), P("data")))
+    step = jax.value_and_grad(lambda x, w, labels: cross_entropy(x, w, labels, softcap)[0], (0, 1))
+
+    def sharded(x, w, labels):
+        with use_rules(rules, mesh):
+            return step(x, w, labels)
+
+    compiled = jax.jit(sharded, in_shardings=shardings).lower(x, w, labels).compile()
+    actual = compiled(*map(jax.device_put, (x, w, labels), shardings))
+    agree(actual, jax.value_and_grad(lambda x, w: plain(x, w, labels, softcap), (0, 1))(x, w))
+    gathered = [line for line in compiled.as_text().splitlines() if " all-gather(" in line]
+    assert all(",64]" not in line and "[64" not in line for line in gathered), gathered
+
+
+def test_mapped_over_replicas_and_scanned():
+    """vmap with a mesh axis over replicas, grad inside and outside, scan over microbatches."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 1, 2, 1, 1), ("data", "pipe", "tensor", "seq", "expert"))
+    rules = resolve_rules(RulesConfig(preset=["tensor"]))
+    x, w, labels = inputs(2, 8, 512, 8, 32)
+    split = [a.reshape(2, 4, 1, *a.shape[1:]) for a in (x, labels)]  # microbatch, replica, sequence
+
+    def one(w, x, labels):
+        return cross_entropy(x, w, labels)[0]
+
+    def micro(total, part):
+        with use_rules(rules, mesh, without=("data",)):
+            inside = jax.vmap(jax.grad(one), in_axes=(None, 0, 0), spmd_axis_name="data")(w, *part).sum(0)
+            outside = jax.grad(
+                lambda w: jax.vmap(one, in_axes=(None, 0, 0), spmd_axis_name="data")(w, *part).sum()
+            )(w)  # fmt: skip
+        return (total[0] + inside, total[1] + outside), None
+
+    (inside, outside), _ = jax.jit(lambda: jax.lax.scan(micro, (jnp.zeros_like(w),) * 2, tuple(split)))()
+    expected = jax.grad(lambda w: plain(x, w, labels))(w)
+    agree((inside, outside), (expected, expected))
