@@ -73,7 +73,9 @@ class Decoder(nnx.Module):
         def block(params: Any, x_BLD: jax.Array, window: jax.Array) -> jax.Array:
             return nnx.merge(graph, params)(x_BLD, segments_BL, rotation, window)
 
-        x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "residual_length", "hidden")
+        # Two steps: a table split over vocabulary sums whole rows, which are then scattered over the residual's shards.
+        x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "length", "hidden")
+        x_BLD = constrain(x_BLD, "batch", "residual_length", "hidden")
         x_BLD = run_layers(block, nnx.to_pure_dict(stacked), x_BLD, jnp.asarray(windows), remat)
         return self.norm(x_BLD)
 

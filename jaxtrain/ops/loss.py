@@ -1,6 +1,6 @@
 """Cross entropy of a vocabulary head, a few rows of logits at a time.
 
-B batch, L length, C length of a chunk, N chunks, D model, V vocabulary.
+B batch, L length, C length of a chunk, N chunks, D model, V vocabulary, G batch shards, T rows of a shard.
 """
 
 from __future__ import annotations
@@ -27,17 +27,20 @@ FLOAT16_SHIFT = 2.0**15
 
 
 def cross_entropy(
-    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None = None
+    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None = None, batch_shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Sum of -log softmax(x @ w)[label] over scored positions (float32) and their number (int32).
 
     Labels of IGNORE are not scored; a batch without any gives (0, 0) and zero gradients. The vocabulary may be sharded:
     nothing gathers over it. Under differentiation the gradients of x and w are made in the forward pass, chunk by
-    chunk, so that logits are computed once and never kept.
+    chunk, so that logits are computed once and never kept. `batch_shards` says over how many devices the batch is split
+    (it divides B): each sums its own gradient of w over chunks, and they are reduced once after the last.
     """
     x_BLD = constrain(x_BLD, "batch", "length", "hidden")
     chunks = _chunks(x_BLD.shape[1], x_BLD.shape[2])
-    return _loss_sum(x_BLD, w_DV, labels_BL, softcap, chunks), jnp.sum(labels_BL != IGNORE, dtype=jnp.int32)
+    return _loss_sum(x_BLD, w_DV, labels_BL, softcap, chunks, batch_shards), jnp.sum(
+        labels_BL != IGNORE, dtype=jnp.int32
+    )
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -77,8 +80,10 @@ def _chunk_loss(
     return loss, logits_BCV, hits_BCV, lse_BC
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _loss_sum(x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None, chunks: int) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _loss_sum(
+    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None, chunks: int, shards: int
+) -> jax.Array:
     def chunk(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
         return total + _chunk_loss(part[0], w_DV, part[1], softcap)[0], None
 
@@ -86,27 +91,31 @@ def _loss_sum(x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: 
 
 
 def _forward(
-    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None, chunks: int
+    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None, chunks: int, shards: int
 ) -> tuple[jax.Array, Any]:
     shift = FLOAT16_SHIFT if x_BLD.dtype == jnp.float16 else 1.0
 
     def chunk(carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-        (total, dw_DV), (x_BCD, labels_BC) = carry, part
+        (total, dw_GDV), (x_BCD, labels_BC) = carry, part
         loss, logits_BCV, hits_BCV, lse_BC = _chunk_loss(x_BCD, w_DV, labels_BC, softcap)
         slope_BCV = jnp.exp(logits_BCV - lse_BC[..., None]) - hits_BCV
         if softcap is not None:
             slope_BCV *= 1.0 - jnp.square(logits_BCV / softcap)
         slope_BCV = jnp.where((labels_BC != IGNORE)[..., None], slope_BCV * shift, 0.0).astype(x_BCD.dtype)
         dx_BCD = jnp.einsum("bcv,dv->bcd", slope_BCV, w_DV, preferred_element_type=jnp.float32) / shift
-        dw_DV += jnp.einsum("bcd,bcv->dv", x_BCD, slope_BCV, preferred_element_type=jnp.float32) / shift
-        return (total + loss, dw_DV), dx_BCD
+        x_GTCD, slope_GTCV = (a.reshape(shards, -1, *a.shape[1:]) for a in (x_BCD, slope_BCV))
+        dw_GDV += jnp.einsum("gtcd,gtcv->gdv", x_GTCD, slope_GTCV, preferred_element_type=jnp.float32) / shift
+        return (total + loss, constrain(dw_GDV, group, None, "vocab")), dx_BCD
 
-    start = (jnp.float32(0), jnp.zeros(w_DV.shape, jnp.float32))
-    (total, dw_DV), dx_NBCD = lax.scan(chunk, start, (_split(x_BLD, chunks), _split(labels_BL, chunks)))
-    return total, (_join(dx_NBCD), dw_DV, jnp.zeros((), x_BLD.dtype), jnp.zeros((), w_DV.dtype))
+    group = "batch" if shards > 1 else None
+    start = (jnp.float32(0), constrain(jnp.zeros((shards, *w_DV.shape), jnp.float32), group, None, "vocab"))
+    (total, dw_GDV), dx_NBCD = lax.scan(chunk, start, (_split(x_BLD, chunks), _split(labels_BL, chunks)))
+    return total, (_join(dx_NBCD), dw_GDV.sum(0), jnp.zeros((), x_BLD.dtype), jnp.zeros((), w_DV.dtype))
 
 
-def _backward(softcap: float | None, chunks: int, kept: Any, slope: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(
+    softcap: float | None, chunks: int, shards: int, kept: Any, slope: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     dx_BLD, dw_DV, x_like, w_like = kept
     return (dx_BLD * slope).astype(x_like.dtype), (dw_DV * slope).astype(w_like.dtype), None
 

@@ -40,10 +40,22 @@ def batch(seed=0, B=8, L=16):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_parameter_counts(name):
-    config = load_config(f"models/{name}", ["data.tokenizer.vocab_size=256"]).model
+    config = load_config(f"models/{name}").model
     start = time.perf_counter()
     assert build(config).count() == PUBLISHED[name]
     assert time.perf_counter() - start < 1
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shipped_run_fits_its_mesh_and_memory(name):
+    """Every parameter's spec is free of findings, and 16 bytes a parameter fit the devices."""
+    config = load_config(name)
+    rules, params = resolve_rules(config.rules), build(config.model).params
+    devices = config.mesh.data * config.mesh.tensor
+    assert devices == config.cluster.nodes * config.cluster.devices_per_node
+    for path, param in jax.tree.leaves_with_path(params):
+        assert not spec_for(param, rules, config.mesh.sizes, jax.tree_util.keystr(path)).findings
+    assert 16 * build(config.model).count() / devices < 0.6e9 * config.cluster.memory_gb
 
 
 def test_every_model_has_a_published_count():

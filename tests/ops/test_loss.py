@@ -1,6 +1,7 @@
 """Cross entropy against optax and closed forms: masked, chunked, capped, mapped, with a sharded vocabulary."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,33 @@ def test_sharded_vocabulary_is_never_gathered(softcap):
     agree(actual, jax.value_and_grad(lambda x, w: plain(x, w, labels, softcap), (0, 1))(x, w))
     gathered = [line for line in compiled.as_text().splitlines() if " all-gather(" in line]
     assert all(",64]" not in line and "[64" not in line for line in gathered), gathered
+
+
+def test_batch_shards_reduce_the_head_gradient_once():
+    """Fully sharded: without batch_shards the gradient of w is reduced in every chunk, with them after the last."""
+    mesh = Mesh(np.array(jax.devices()).reshape(8, 1, 1, 1, 1), ("data", "pipe", "tensor", "seq", "expert"))
+    rules = resolve_rules(RulesConfig(preset=["fsdp"]))
+    x, w, labels = inputs(3, 8, 1024, 16, 128)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in (P("data"), P("data"), P("data")))
+
+    def compiled(shards):
+        def step(x, w, labels):
+            with use_rules(rules, mesh):
+                return jax.grad(lambda x, w: cross_entropy(x, w, labels, None, shards)[0], (0, 1))(x, w)
+
+        return jax.jit(step, in_shardings=shardings, out_shardings=shardings[:2]).lower(x, w, labels).compile()
+
+    once = compiled(8)
+    expected = jax.grad(lambda x, w: plain(x, w, labels), (0, 1))(x, w)
+    agree(once(*map(jax.device_put, (x, w, labels), shardings)), expected)
+    assert not reduced_in_a_loop(once.as_text())
+    assert reduced_in_a_loop(compiled(1).as_text())  # else the setting has lost its use
+
+
+def reduced_in_a_loop(text):
+    """Whether a computation other than the entry reduces a [D, V] array."""
+    entry = text.index("ENTRY ")
+    return bool(re.search(r"= f32\[(1,)?16,128\]\S* all-reduce\(", text[:entry]))
 
 
 def test_mapped_over_replicas_and_scanned():
