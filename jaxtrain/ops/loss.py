@@ -80,6 +80,14 @@ def _chunk_loss(
     return loss, logits_BCV, hits_BCV, lse_BC
 
 
+def _head_gradient(x_BCD: jax.Array, slope_BCV: jax.Array, shards: int) -> jax.Array:
+    """x^T slope of each batch shard by itself, float32 [G, D, V]; of one shard [D, V]."""
+    if shards == 1:  # a dim of one would keep the compiler from fusing slope into the product
+        return jnp.einsum("bcd,bcv->dv", x_BCD, slope_BCV, preferred_element_type=jnp.float32)
+    x_GTCD, slope_GTCV = (a.reshape(shards, -1, *a.shape[1:]) for a in (x_BCD, slope_BCV))
+    return jnp.einsum("gtcd,gtcv->gdv", x_GTCD, slope_GTCV, preferred_element_type=jnp.float32)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _loss_sum(
     x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None, chunks: int, shards: int
@@ -94,6 +102,7 @@ def _forward(
     x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None, chunks: int, shards: int
 ) -> tuple[jax.Array, Any]:
     shift = FLOAT16_SHIFT if x_BLD.dtype == jnp.float16 else 1.0
+    group, names = ((shards,), ("batch", None, "vocab")) if shards > 1 else ((), (None, "vocab"))
 
     def chunk(carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
         (total, dw_GDV), (x_BCD, labels_BC) = carry, part
@@ -103,14 +112,17 @@ def _forward(
             slope_BCV *= 1.0 - jnp.square(logits_BCV / softcap)
         slope_BCV = jnp.where((labels_BC != IGNORE)[..., None], slope_BCV * shift, 0.0).astype(x_BCD.dtype)
         dx_BCD = jnp.einsum("bcv,dv->bcd", slope_BCV, w_DV, preferred_element_type=jnp.float32) / shift
-        x_GTCD, slope_GTCV = (a.reshape(shards, -1, *a.shape[1:]) for a in (x_BCD, slope_BCV))
-        dw_GDV += jnp.einsum("gtcd,gtcv->gdv", x_GTCD, slope_GTCV, preferred_element_type=jnp.float32) / shift
-        return (total + loss, constrain(dw_GDV, group, None, "vocab")), dx_BCD
+        dw_GDV += _head_gradient(x_BCD, slope_BCV, shards) / shift
+        return (total + loss, constrain(dw_GDV, *names)), dx_BCD
 
-    group = "batch" if shards > 1 else None
-    start = (jnp.float32(0), constrain(jnp.zeros((shards, *w_DV.shape), jnp.float32), group, None, "vocab"))
+    start = (jnp.float32(0), jnp.zeros((*group, *w_DV.shape), jnp.float32))
     (total, dw_GDV), dx_NBCD = lax.scan(chunk, start, (_split(x_BLD, chunks), _split(labels_BL, chunks)))
-    return total, (_join(dx_NBCD), dw_GDV.sum(0), jnp.zeros((), x_BLD.dtype), jnp.zeros((), w_DV.dtype))
+    return total, (
+        _join(dx_NBCD),
+        dw_GDV.sum(0) if group else dw_GDV,
+        jnp.zeros((), x_BLD.dtype),
+        jnp.zeros((), w_DV.dtype),
+    )
 
 
 def _backward(
