@@ -38,9 +38,9 @@ class Block(nnx.Module):
         self, x_BLD: jax.Array, segments_BL: jax.Array, rotation: tuple[jax.Array, jax.Array] | None, window: jax.Array
     ) -> jax.Array:
         """[B, L, D] -> [B, L, D]."""
-        h_BLD = tag(constrain(self.attention_norm(x_BLD), "batch", "length", "hidden"), "attention_input")
+        h_BLD = tag(_normalise(self.attention_norm, x_BLD), "attention_input")
         x_BLD = tag(_add(x_BLD, self.attention(h_BLD, segments_BL, rotation, window)), "attention_residual")
-        h_BLD = tag(constrain(self.mlp_norm(x_BLD), "batch", "length", "hidden"), "mlp_input")
+        h_BLD = tag(_normalise(self.mlp_norm, x_BLD), "mlp_input")
         return _add(x_BLD, self.mlp(h_BLD))
 
 
@@ -77,7 +77,7 @@ class Decoder(nnx.Module):
         x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "length", "hidden")
         x_BLD = constrain(x_BLD, "batch", "residual_length", "hidden")
         x_BLD = run_layers(block, nnx.to_pure_dict(stacked), x_BLD, jnp.asarray(windows), remat)
-        return self.norm(x_BLD)
+        return _normalise(self.norm, x_BLD)
 
 
 def rope_frequencies(config: ModelConfig) -> NDArray[np.float32]:
@@ -87,6 +87,11 @@ def rope_frequencies(config: ModelConfig) -> NDArray[np.float32]:
     if r.scaling == "none":
         return plain
     return rope.llama3_frequencies(plain, r.factor, r.low_freq_factor, r.high_freq_factor, r.original_length)
+
+
+def _normalise(norm: Norm, x_BLD: jax.Array) -> jax.Array:
+    """A norm computed where the residual stream lies, then moved: else it is computed on the gathered sequence."""
+    return constrain(constrain(norm(x_BLD), "batch", "residual_length", "hidden"), "batch", "length", "hidden")
 
 
 def _add(x_BLD: jax.Array, branch_BLD: jax.Array) -> jax.Array:

@@ -142,13 +142,17 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
         """Token and position ids [B, L] -> [B, L, D]."""
-        x_BLD = lookup(self.tokens[...], tokens_BL)
-        return x_BLD if self.positions is None else x_BLD + lookup(self.positions[...], positions_BL)
+        x_BLD = lookup(self.tokens[...], tokens_BL, "vocab")
+        return x_BLD if self.positions is None else x_BLD + lookup(self.positions[...], positions_BL, "positions")
 
 
-def lookup(table_VD: jax.Array, ids_BL: jax.Array) -> jax.Array:
-    """Rows of a table, which may be sharded: [B, L, D]."""
-    return table_VD[ids_BL]
+def lookup(table_VD: jax.Array, ids_BL: jax.Array, rows: str) -> jax.Array:
+    """Rows of a table [B, L, D]; the table may be sharded over its rows, named `rows`.
+
+    Its width is gathered first where it is sharded (FSDP): left to itself the partitioner exchanges the activations,
+    which are larger, and replicates their gradient.
+    """
+    return constrain(table_VD, rows, None)[ids_BL]
 
 
 def residual_std(config: ModelConfig) -> float:

@@ -23,7 +23,7 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.config import RunConfig
+from jaxtrain.config import Axis, RunConfig
 from jaxtrain.mesh.layout import Layout
 from jaxtrain.mesh.rules import Rules, use_rules
 from jaxtrain.nn.model import Model
@@ -140,15 +140,20 @@ class Step:
 
     def _loss(self, weights: Tree, rows: Batch) -> tuple[jax.Array, jax.Array]:
         x_BLD = self.model.hidden(weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat)
-        return cross_entropy(x_BLD, self.model.head(weights), rows["labels"], self.config.model.logit_softcap)
+        shards = math.prod(self.mesh.shape[axis] for axis in self._undeferred)
+        softcap = self.config.model.logit_softcap
+        return cross_entropy(x_BLD, self.model.head(weights), rows["labels"], softcap, shards)
+
+    @property
+    def _undeferred(self) -> tuple[Axis, ...]:
+        return tuple(axis for axis in self.layout.batch_axes if axis not in self.layout.deferred_axes)
 
     def _weights(self, params: Tree) -> Tree:
         return self._pin(self.precision.cast(params), self.layout.weights)
 
     def _by_replica(self, field_ABL: jax.Array, replicas: int) -> jax.Array:
         a, b, length = field_ABL.shape
-        rest = tuple(axis for axis in self.layout.batch_axes if axis not in self.layout.deferred_axes)
-        spec = PartitionSpec(None, self.layout.deferred_axes, rest or None, None)
+        spec = PartitionSpec(None, self.layout.deferred_axes, self._undeferred or None, None)
         split = field_ABL.reshape(a, replicas, b // replicas, length)
         return lax.with_sharding_constraint(split, NamedSharding(self.mesh, spec))
 

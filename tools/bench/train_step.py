@@ -43,7 +43,12 @@ def main(argv: list[str]) -> dict[str, object]:
     shape = (config.train.global_batch, config.data.length)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), np.int32)
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    rows = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "segments": np.ones(shape, np.int32), "positions": positions}
+    rows = {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "segments": np.ones(shape, np.int32),
+        "positions": positions,
+    }
     batch = place(rows, 0, setup.plan, setup.batch_sharding)
     seconds: list[float] = []
     for update in range(26):
