@@ -21,7 +21,7 @@ from jaxtrain.observe.log import Log
 from jaxtrain.observe.meter import Meter
 from jaxtrain.observe.report import draw_curve, summary
 from jaxtrain.train.batch import owned_rows, place
-from jaxtrain.train.run_dir import check_same_run, write_run
+from jaxtrain.train.run_dir import check_same_run, read_summary, write_run
 from jaxtrain.train.setup import Setup, describe_sharding, resolve
 from jaxtrain.train.state import state_bytes_per_device
 from jaxtrain.train.step import Batch, compile_step
@@ -44,6 +44,8 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
             "or set eval.every: null"
         )
     primary = jax.process_index() == 0
+    # No process may look at the directory while another fills it.
+    barrier("checked")
     if primary:
         write_run(directory, config, describe_sharding(setup), environment())
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
@@ -52,9 +54,12 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
         contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)) as log,
     ):
         runner = _Runner(setup, corpus, shards, checkpoints, log, directory, started)
-        for line in changes:
+        for line in (*opening(setup, corpus), *changes):
             log.say(line)
         runner.restore()
+        if runner.done >= config.train.updates and (finished := read_summary(directory)):
+            log.say(f"this run has its {runner.done} updates: nothing left to train (train.updates goes on from there)")
+            return finished
         runner.compile()
         runner.run()
         result = runner.result()
@@ -62,6 +67,23 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
         result["picture"] = str(draw_curve(directory))
         summary(directory, result, quiet)
     return result
+
+
+def opening(setup: Setup, corpus: Corpus) -> list[str]:
+    """Lines that say what is about to run: model, mesh, batch, notes of the layout, corpus."""
+    sizes = {axis: size for axis, size in setup.topology.sizes.items() if size > 1}
+    mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "one device"
+    plan = setup.plan
+    numbers = ", ".join(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
+                        for name, value in corpus.describe().items())  # fmt: skip
+    return [
+        f"model: {setup.model.count():,} parameters, {setup.config.precision.compute}; mesh: {mesh}; "
+        f"rules: {', '.join(setup.config.rules.preset)}",
+        f"batch: {plan.global_batch} rows = {plan.microbatch} a microbatch x {plan.replicas} replicas x "
+        f"{plan.accumulation} microbatches, {setup.config.data.length} tokens each",
+        f"corpus: {numbers}",
+        *(f"layout: {note}" for note in setup.layout.notes),
+    ]
 
 
 class _Runner:
@@ -100,6 +122,7 @@ class _Runner:
             jax.devices()[0].device_kind,
             setup.topology.devices.size,
             self.config.precision.compute,
+            jax.config.jax_default_matmul_precision,
         )
         self.done = 0
         self.tokens = 0

@@ -48,3 +48,14 @@ def check_same_run(directory: Path, config: RunConfig) -> list[str]:
             f"{directory} holds a run of another configuration:\n{table}\nname another --run directory, or change back"
         )
     return [f"{key} changed from {a!r} to {b!r} since the last start" for key, a, b in rows]
+
+
+def read_summary(directory: Path) -> dict[str, Any] | None:
+    """The summary of a finished run, None where there is none; raises ConfigError where it is unreadable."""
+    path = directory / "summary.json"
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is not readable JSON ({error}): remove it, it is written again") from None

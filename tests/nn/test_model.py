@@ -1,7 +1,6 @@
 """The model as a whole: published sizes, births, packing, layer patterns, and the same values on any mesh."""
 
 import math
-import time
 from pathlib import Path
 
 import jax
@@ -41,9 +40,7 @@ def batch(seed=0, B=8, L=16):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_parameter_counts(name):
     config = load_config(f"models/{name}").model
-    start = time.perf_counter()
     assert build(config).count() == PUBLISHED[name]
-    assert time.perf_counter() - start < 1
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

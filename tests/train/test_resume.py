@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,7 +108,26 @@ def test_kill_and_rerun_repeats_the_unbroken_losses(
     assert rows(place, run) == unbroken
 
 
-def test_a_longer_run_goes_on_and_another_configuration_is_refused(place: Path, unbroken: list[dict[str, Any]]) -> None:
+def test_a_finished_run_is_left_alone(place: Path, unbroken: list[dict[str, Any]]) -> None:
+    before = (place / "unbroken" / "summary.json").read_bytes()
+    assert "nothing left to train" in finish(start(place, "unbroken"))
+    assert (place / "unbroken" / "summary.json").read_bytes() == before
+    assert rows(place, "unbroken") == unbroken
+
+
+def test_no_readable_checkpoint_is_one_message(place: Path, unbroken: list[dict[str, Any]]) -> None:
+    shutil.copytree(place / "unbroken", place / "damaged")
+    for path in (place / "damaged" / "checkpoints").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"not what was saved")
+    process = start(place, "damaged", "--train.updates", "12")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, output
+    assert "no checkpoint in" in output and "step 9" in output and "step 6" in output
+    assert "Traceback" not in output
+
+
+def test_another_configuration_is_refused_with_the_differing_keys(place: Path, unbroken: list[dict[str, Any]]) -> None:
     process = start(place, "unbroken", "--optimizer.learning_rate", "0.5", "--model.d_ff=96")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2
