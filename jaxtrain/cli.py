@@ -118,7 +118,59 @@ class Inspect:
         return 0
 
 
-VERBS = {"train": Train, "launch": Launch, "inspect": Inspect}
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Loss of a run's newest checkpoint on its held-out documents."""
+
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """Run directory."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Restore, evaluate, print."""
+        import jax
+
+        from jaxtrain.train.use import held_out, mean_loss, open_run
+
+        opened = open_run(self.run, overrides)
+        batches = held_out(opened.setup, opened.corpus)
+        loss, scored = mean_loss(jax.jit(opened.setup.step.evaluate), opened.params, batches)
+        if self.json:
+            _print_json({"step": opened.step, "eval_loss": loss, "scored_tokens": scored})
+        else:
+            print(f"update {opened.step}: held-out loss {loss:.4f} over {scored:,} tokens")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue a prompt with a run's newest checkpoint."""
+
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """Run directory."""
+    prompt: str
+    """Text to go on from."""
+    tokens: int = 96
+    """Tokens to add, at most data.length with the prompt's."""
+    temperature: float = 0.7
+    """Softmax temperature; 0 is greedy."""
+    seed: int = 0
+    """Seed of the draw."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Restore, sample, print."""
+        from jaxtrain.train.use import continue_text, open_run
+
+        if self.tokens < 1 or self.temperature < 0:
+            raise ConfigError(f"--tokens {self.tokens} --temperature {self.temperature}: at least 1 token, at least 0")
+        opened = open_run(self.run, overrides)
+        at = (self.prompt, self.tokens, self.temperature, self.seed)
+        print(continue_text(opened.setup, opened.corpus, opened.params, *at))
+        return 0
+
+
+VERBS = {"train": Train, "launch": Launch, "eval": Eval, "generate": Generate, "inspect": Inspect}
 
 
 def main(argv: Sequence[str]) -> int:

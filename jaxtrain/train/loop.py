@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ import jax
 
 from jaxtrain.checkpoint import Checkpoints, gather_json
 from jaxtrain.config import ConfigError, RunConfig, to_tree
-from jaxtrain.data import Corpus, Stream, held_out_batches, prepare, resolve_virtual_shards, shards_of_rows
+from jaxtrain.data import Corpus, Stream, prepare, resolve_virtual_shards, shards_of_rows
 from jaxtrain.launch.distributed import barrier
-from jaxtrain.nn.generate import sample
 from jaxtrain.numerics.counter import counter_int
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.log import Log
@@ -25,6 +23,7 @@ from jaxtrain.train.run_dir import check_same_run, read_summary, write_run
 from jaxtrain.train.setup import Setup, describe_sharding, resolve
 from jaxtrain.train.state import state_bytes_per_device
 from jaxtrain.train.step import Batch, compile_step
+from jaxtrain.train.use import continue_text, held_out, mean_loss
 
 
 def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, Any]:
@@ -38,11 +37,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
     changes = check_same_run(directory, config)
     shards = resolve_virtual_shards(config.data, config.train.global_batch)
     corpus = prepare(config)
-    if config.eval.every and not len(corpus.held_out):
-        raise ConfigError(
-            f"data.held_out {config.data.held_out} keeps no document for evaluation: raise it, bring more files, "
-            "or set eval.every: null"
-        )
+    batches = held_out(setup, corpus) if config.eval.every else []
     primary = jax.process_index() == 0
     # No process may look at the directory while another fills it.
     barrier("checked")
@@ -53,7 +48,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
         contextlib.closing(checkpoints),
         contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)) as log,
     ):
-        runner = _Runner(setup, corpus, shards, checkpoints, log, directory, started)
+        runner = _Runner(setup, corpus, shards, batches, checkpoints, log, directory, started)
         for line in (*opening(setup, corpus), *changes):
             log.say(line)
         runner.restore()
@@ -94,12 +89,14 @@ class _Runner:
         setup: Setup,
         corpus: Corpus,
         shards: int,
+        batches: list[Batch],
         checkpoints: Checkpoints,
         log: Log,
         directory: Path,
         started: float,
     ) -> None:
         self.setup, self.corpus, self.checkpoints, self.log = setup, corpus, checkpoints, log
+        self.held_out = batches
         self.config, self.directory, self.started = setup.config, directory, started
         data, train = self.config.data, self.config.train
         per_shard = train.global_batch // shards
@@ -144,7 +141,7 @@ class _Runner:
         self.stream.set_state(data)
         self.resumed_from = self.done
         self.tokens = counter_int(jax.device_get(self.state["tokens"]))
-        self.skipped = int(self.state["scaler"]["total_skipped"])
+        self.skipped = meta["skipped"]
         self.log.resume_at(self.done)
         self.log.say(f"resumed at update {self.done} of {self.config.train.updates}, {self.tokens:,} tokens trained")
 
@@ -242,26 +239,17 @@ class _Runner:
             )
 
     def _evaluate(self, step: int) -> float:
-        """Mean loss over the scored tokens of the held-out batches."""
-        loss, scored = 0.0, 0
-        for rows in self._held_out:
-            total, count = self.evaluate(self.state["params"], rows)
-            loss, scored = loss + float(total), scored + int(count)
-        self.evaluations[step] = loss / max(scored, 1)
-        self.log.say(f"held-out loss after update {step}: {self.evaluations[step]:.4f} over {scored:,} tokens")
-        return self.evaluations[step]
-
-    @cached_property
-    def _held_out(self) -> list[Batch]:
-        data, train = self.config.data, self.config.train
-        batches = held_out_batches(self.corpus.held_out, data.length, train.global_batch, self.config.eval.batches)
-        return [place(rows, 0, self.setup.plan, self.setup.batch_sharding) for rows in batches]
+        loss, scored = mean_loss(self.evaluate, self.state["params"], self.held_out)
+        self.evaluations[step] = loss
+        self.log.say(f"held-out loss after update {step}: {loss:.4f} over {scored:,} tokens")
+        return loss
 
     def _save(self) -> None:
         meta = {
             "step": self.done,
             "updates": int(self.state["updates"]),
             "tokens": self.tokens,
+            "skipped": self.skipped,
             "seed": self.config.train.seed,
             "corpus": self.corpus.fingerprint,
             "tokenizer": self.corpus.tokenizer_fingerprint,
@@ -283,13 +271,12 @@ class _Runner:
         train = self.config.train
         if not train.sample_prompt:
             return None
-        prompt = self.corpus.tokenizer.encode(train.sample_prompt)
-        ids = sample(
-            self.setup.model,
+        return continue_text(
+            self.setup,
+            self.corpus,
             self.state["params"],
-            prompt,
-            min(train.sample_tokens, self.config.data.length - len(prompt)),
+            train.sample_prompt,
+            train.sample_tokens,
             train.sample_temperature,
-            jax.random.key(train.seed),
+            train.seed,
         )
-        return self.corpus.tokenizer.decode(list(ids))

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
+from jaxtrain.cli import main
+
 UPDATES = 9
 
 
@@ -34,7 +36,7 @@ def config_tree(folder: Path) -> dict[str, Any]:
             "sources": [{"text": str(folder / "corpus")}], "tokenizer": {"vocab_size": 320}, "length": 32,
             "cache": str(folder / "cache"), "held_out": 0.2,
         },
-        "train": {"updates": UPDATES, "global_batch": 4, "sample_tokens": 4},
+        "train": {"updates": UPDATES, "global_batch": 8, "sample_tokens": 4},
         "optimizer": {"learning_rate": 1e-2, "warmup": 2},
         "checkpoint": {"every": 3},
         "eval": {"every": 4, "batches": 1},
@@ -106,6 +108,22 @@ def test_kill_and_rerun_repeats_the_unbroken_losses(
     if not asynchronous:
         assert re.search(r"resumed at update [36]", output), output
     assert rows(place, run) == unbroken
+
+
+def test_eval_and_generate_open_the_run(
+    place: Path, unbroken: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(place / "unbroken")
+    assert main(["eval", run, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["step"] == UPDATES and result["eval_loss"] == pytest.approx(unbroken[-1]["eval_loss"], rel=1e-5)
+    # Restored onto another mesh than it was trained on.
+    assert main(["eval", run, "--mesh.tensor=2", "--rules.preset=[fsdp, tensor]"]) == 0
+    assert f"held-out loss {unbroken[-1]['eval_loss']:.3f}" in capsys.readouterr().out
+    assert main(["generate", run, "--prompt", "def f", "--tokens", "4", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("def f")
+    assert main(["generate", str(place / "corpus"), "--prompt", "x"]) == 2
+    assert "is not a run" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_left_alone(place: Path, unbroken: list[dict[str, Any]]) -> None:

@@ -1,0 +1,86 @@
+"""What weights are used for, in training and after it: held-out loss, a sample, a finished run opened again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.config import ConfigError, load_config
+from jaxtrain.data import Corpus, held_out_batches, prepare
+from jaxtrain.nn.generate import sample
+from jaxtrain.train.batch import place
+from jaxtrain.train.setup import Setup, resolve
+from jaxtrain.train.step import Batch
+
+Evaluate = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run as its newest intact checkpoint left it."""
+
+    setup: Setup
+    corpus: Corpus
+    params: Any
+    step: int
+
+
+def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
+    """Restore a run's weights on the devices at hand, its settings changed by overrides such as mesh.data=-1.
+
+    Raises ConfigError where the directory is no run, or has no intact checkpoint.
+    """
+    if not (directory / "config.yaml").is_file():
+        raise ConfigError(f"{directory} is not a run (it has no config.yaml): name the --run directory of a training")
+    config = load_config(directory / "config.yaml", overrides)
+    setup, corpus = resolve(config), prepare(config)
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
+    try:
+        found = checkpoints.restore(setup.abstract)
+    finally:
+        checkpoints.close()
+    if found is None:
+        raise ConfigError(f"{directory} has no checkpoint yet: train it first")
+    if found.meta["tokenizer"] != corpus.tokenizer_fingerprint:
+        raise ConfigError(
+            f"the tokenizer of {directory} is not the one it was trained with: restore data.tokenizer.path"
+        )
+    return Opened(setup, corpus, found.state["params"], found.step)
+
+
+def held_out(setup: Setup, corpus: Corpus) -> list[Batch]:
+    """The run's evaluation batches, on their devices; raises ConfigError where no document is held out."""
+    config = setup.config
+    if not len(corpus.held_out):
+        raise ConfigError(
+            f"data.held_out {config.data.held_out} keeps no document for evaluation: raise it, bring more files, "
+            "or set eval.every: null"
+        )
+    batches = held_out_batches(corpus.held_out, config.data.length, config.train.global_batch, config.eval.batches)
+    return [place(rows, 0, setup.plan, setup.batch_sharding) for rows in batches]
+
+
+def mean_loss(evaluate: Evaluate, params: Any, batches: Sequence[Batch]) -> tuple[float, int]:
+    """Loss in nats a scored token over all batches together, and their number of scored tokens."""
+    parts = [evaluate(params, rows) for rows in batches]
+    scored = sum(int(count) for _, count in parts)
+    return sum(float(total) for total, _ in parts) / max(scored, 1), scored
+
+
+def continue_text(
+    setup: Setup, corpus: Corpus, params: Any, prompt: str, tokens: int, temperature: float, seed: int
+) -> str:
+    """The prompt and up to `tokens` more, at most data.length in all; temperature 0 is greedy."""
+    ids = corpus.tokenizer.encode(prompt)
+    room = setup.config.data.length - len(ids)
+    if room < 1:
+        raise ConfigError(
+            f"the prompt has {len(ids)} tokens and data.length is {setup.config.data.length}: shorten the prompt"
+        )
+    drawn = sample(setup.model, params, ids, min(tokens, room), temperature, jax.random.key(seed))
+    return corpus.tokenizer.decode(list(drawn))
