@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from runs import LENGTH, VOCAB, config_of, packed_rows, setup_of, worst_relative_error
 from test_layouts import DEVICES, LAYOUTS
@@ -46,5 +47,16 @@ def test_same_gradient_of_every_leaf(structure: str) -> None:
 
     want = gradients(1)
     for name, sections in LAYOUTS.items():
-        error, path = worst_relative_error(gradients(DEVICES.get(name), **sections), want)
+        got = gradients(DEVICES.get(name), **sections)
+        error, path = worst_relative_error(*(_without_zeros(tree, structure) for tree in (got, want)))
         assert error < 2e-5, f"{name}: {path}"
+
+
+def _without_zeros(gradients: Any, structure: str) -> Any:
+    """Without rotation a key bias adds one number to all scores of a query: its gradient is zero, but for noise."""
+    attention = gradients["layers"]["attention"]
+    if shrunk(structure).get("positions") == "learned" and "bias" in attention["key"]:
+        noise = np.abs(attention["key"]["bias"]).max()
+        assert noise < 1e-6 * np.abs(attention["query"]["bias"]).max()
+        attention = {**attention, "key": {"weight": attention["key"]["weight"]}}
+    return {**gradients, "layers": {**gradients["layers"], "attention": attention}}
