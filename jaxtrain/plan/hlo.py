@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -168,12 +168,17 @@ class Program:
 
         Every branch of a conditional counts as if taken.
         """
+        return self.count(lambda *_: True)
+
+    def count(self, taken: Callable[[Computation, Instruction, str], bool]) -> dict[str, int]:
+        """Executions through those calls (computation, instruction, callee) that are `taken`."""
         times = dict.fromkeys(self.computations, 0)
         times[self.entry] = 1
         for name in reversed(list(self._callees_first())):
-            for instruction in self.computations[name].instructions:
+            computation = self.computations[name]
+            for instruction in computation.instructions:
                 for callee, factor in self.callees(instruction):
-                    times[callee] += times[name] * factor
+                    times[callee] += times[name] * factor * taken(computation, instruction, callee)
         return times
 
     def callees(self, instruction: Instruction) -> list[tuple[str, int]]:

@@ -6,9 +6,7 @@ BITS: dict[str, int] = (
     | {"s1": 1, "u1": 1, "s2": 2, "u2": 2, "f4e2m1fn": 4, "s4": 4, "u4": 4, "pred": 8}
     | {f"{sign}{bits}": bits for sign in "su" for bits in (8, 16, 32, 64)}
     | {"bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
-    | dict.fromkeys(
-        "f8e3m4 f8e4m3 f8e4m3fn f8e4m3b11fnuz f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu".split(), 8
-    )
+    | dict.fromkeys("f8e3m4 f8e4m3 f8e4m3fn f8e4m3b11fnuz f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu".split(), 8)
 )
 
 COLLECTIVES = (
