@@ -1,6 +1,6 @@
 """Reading a compiled program: what runs, how often, what it moves and what hides it.
 
-Pure functions of the text of `compiled.as_text()`; nothing in these five files imports jax.
+Pure functions of the text of `compiled.as_text()`; nothing here imports jax.
 
 hlo.py
     read_program(text) -> Program                 .partitions .executions {computation: times} .unknown (Unknown, ...)
@@ -14,7 +14,7 @@ flops.py
 collectives.py
     Links(fast, network, peak)                    bytes/s a device inside and across domains, matmul FLOP/s
     read_collectives(program, domain, links) -> tuple[Collective, ...]
-                                                  `domain`: int array [data, pipe, tensor, seq, expert] (Topology.domain)
+                                                  `domain`: int [data, pipe, tensor, seq, expert], Topology.domain
     Collective(name, kind, computation, op_name, stack, dtypes, elements, payload, wire, calls, groups, axes, exact,
                domains, asynchronous, flops_between, seconds, hidden_seconds, conditional, reduction, spmd)
         .link "fast" / "network"; .crosses; .covered share of `seconds` hidden [0, 1]; .source "file:line";
@@ -26,10 +26,10 @@ collectives.py
 
 partitioner.py
     inventions(program, collectives) -> tuple[Collective, ...]    resharding that no line of the program asks for
-    read_rematerializations(stderr) -> tuple[Rematerialization(name, shape, op_name, source, before, after), ...]
+    read_rematerializations(stderr, program) -> tuple[Rematerialization(instruction, shape, op_name, source, before,
+                                                                        after), ...]
 
 buffers.py
-    peak_buffers(program, count=10) -> Peak(bytes, computation, instruction,
-                                            buffers (Buffer(name, shape, bytes, op_name, source), ...))
-    read_memory_report(text) -> ...               the report that --xla_dump_to writes
+    read_peak(report, program) -> Peak(bytes, buffers (Buffer(name, bytes, shape, op_name, source, made_by), ...))
+                                                  `report`: the file *jit_update*-live-range.txt of xla_dump_to
 """

@@ -92,7 +92,7 @@ def _taken(program: Program) -> dict[str, int]:
 
 
 def _dot(computation: Computation, one: Instruction) -> int:
-    left, right = computation.operands(one)[:2]
+    left = computation.operands(one)[0]
     dims = _ints(one.attributes.get("lhs_contracting_dims", ""))
     flops = 2 * one.shapes[0].elements * math.prod(left.shapes[0].dims[i] for i in dims)
     ragged = _ints(one.attributes.get("lhs_ragged_dims", ""))

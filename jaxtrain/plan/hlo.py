@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -153,13 +153,17 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled per-device program; `unknown` lists everything that was not understood."""
+    """A compiled per-device program; `unknown` lists everything that was not understood.
+
+    `stacks`: the source lines of each numbered stack frame, for messages that name a frame.
+    """
 
     name: str
     computations: Mapping[str, Computation]
     entry: str
     partitions: int
     scheduled: bool
+    stacks: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     unknown: tuple[Unknown, ...] = ()
 
     @cached_property
@@ -315,7 +319,7 @@ class _Reader:
             operands=_operands(opcode.group(1), literal),
             attributes=attributes,
             backend=_backend(attributes.get("backend_config", "")),
-            op_name=op_name.group(1) if op_name else "",
+            op_name=re.sub(r"\\(.)", r"\1", op_name.group(1)) if op_name else "",
             stack=self._stack(metadata),
             literal=literal,
             is_root=head.group(1) is not None,
@@ -345,7 +349,8 @@ class _Reader:
         if self.entry not in self.computations:
             raise ValueError("the text has no ENTRY computation, or ends inside it")
         partitions = self.partitions if self.partitions > 1 else _widest(self.computations)
-        program = Program(self.name, self.computations, self.entry, partitions, self.scheduled)
+        stacks = {frame: self._frames(frame) for frame in self.tables["StackFrames"]}
+        program = Program(self.name, self.computations, self.entry, partitions, self.scheduled, stacks)
         for computation, instruction in program.instructions():
             where = f"{computation.name}: {instruction.name}"
             if instruction.opcode == "while" and instruction.trip_count is None:
@@ -356,7 +361,7 @@ class _Reader:
             for name in instruction.operands:
                 if name not in computation.by_name:
                     self.unknown[Unknown(f"operand {name} is not in the computation", where)] = None
-        return Program(self.name, self.computations, self.entry, partitions, self.scheduled, tuple(self.unknown))
+        return replace(program, unknown=tuple(self.unknown))
 
 
 def _widest(computations: Mapping[str, Computation]) -> int:

@@ -6,7 +6,7 @@ BITS: dict[str, int] = (
     | {"s1": 1, "u1": 1, "s2": 2, "u2": 2, "f4e2m1fn": 4, "s4": 4, "u4": 4, "pred": 8}
     | {f"{sign}{bits}": bits for sign in "su" for bits in (8, 16, 32, 64)}
     | {"bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128}
-    | dict.fromkeys("f8e3m4 f8e4m3 f8e4m3fn f8e4m3b11fnuz f8e4m3fnuz f8e5m2 f8e5m2fnuz f8e8m0fnu".split(), 8)
+    | {f"f8{kind}": 8 for kind in ("e3m4", "e4m3", "e4m3fn", "e4m3b11fnuz", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")}
 )
 
 COLLECTIVES = (
@@ -31,5 +31,5 @@ OPCODES: frozenset[str] = frozenset(
     rng-bit-generator rng-get-and-update-state round-nearest-afz round-nearest-even rsqrt scaled-dot scan scatter
     select select-and-scatter send set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine
     sinh slice sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple while xor
-    """.split()
+    """.split()  # noqa: SIM905
 ) | frozenset(COLLECTIVES)
