@@ -13,6 +13,11 @@ from jaxtrain.plan.hlo import Computation, Instruction, Program
 
 # Custom calls that hold no matmul: sorting, placement, random bits, small solvers, host callbacks.
 _NO_MATMUL = re.compile(
+    r"TopK|__cub\$.*|__gpu\$TopK|Sharding|SPMD.*|annotate_device_placement|LayoutConstraint|MoveTo(Host|Device)|Pin|Unpin"
+    r"|AllocateBuffer|CreateBuffer|SliceToDynamic|PadToStatic|AssumeGatherIndicesInBound|.*callback.*|.*threefry.*"
+    r"|shape_assertion|.*\$norm"
+)
+_MATMUL = re.compile(
     r"TopK|topk|Sort|Sharding|annotate_device_placement|MoveTo|Pin|Unpin|AllocateBuffer|CreateBuffer|SliceToDynamic"
     r"|PadToStatic|AssumeGatherIndicesInBound|callback|threefry|cub\$|\$norm|LayoutConstraint|ConcatBitcast|rng"
     r"|shape_assertion|Token|LaunchDimensions|nvshmem|cuda_graph",
@@ -117,7 +122,7 @@ def _custom_call(computation: Computation, one: Instruction) -> int | None:
         return _cudnn_convolution(computation, one)
     if _MATMUL.search(target):
         return _gemm(computation, one)
-    return 0 if _NO_MATMUL.search(target) else None
+    return 0 if _NO_MATMUL.fullmatch(target) else None
 
 
 def _gemm(computation: Computation, one: Instruction) -> int | None:

@@ -418,7 +418,7 @@ def _attributes(text: str) -> dict[str, str]:
 def _operands(opcode: str, literal: str) -> tuple[str, ...]:
     if opcode in ("parameter", "constant", "iota"):
         return ()
-    found = (re.search(r"%([\w.\-]+)$", part) or re.search(r"^([\w.\-]+)$", part) for part in _split(literal))
+    found = (re.search(r"([\w.\-]+)$", part) for part in _split(literal))
     return tuple(match.group(1) for match in found if match)
 
 
