@@ -141,14 +141,16 @@ class Compile:
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Compile, print; overrides act on both configs of a diff."""
-        from jaxtrain.plan.compile import compile_for
+        from jaxtrain.plan.compile import compile_for, named_cluster
         from jaxtrain.plan.page import write_page
         from jaxtrain.plan.show import fit_line, show_diff, show_report
 
         names = [self.config] if self.diff is None else [self.config, self.diff]
         configs = [load_config(name, overrides) for name in names]
+        own = [override for override in overrides if override.startswith("cluster.")]
+        cluster = None if self.cluster is None else named_cluster(self.cluster, own)
         reports = [
-            compile_for(config, self.cluster, self.devices, self.target, self.timeout)  # type: ignore[arg-type]
+            compile_for(config, cluster, self.devices, self.target, self.timeout)  # type: ignore[arg-type]
             for config in configs
         ]
         if self.html is not None:

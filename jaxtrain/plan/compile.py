@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from jaxtrain.config import ClusterConfig, ConfigError, RunConfig, load_config, nearest, to_tree
+from jaxtrain.config import CONFIG_ROOT, ClusterConfig, ConfigError, RunConfig, load_config, nearest, to_tree
 from jaxtrain.observe.flops import peak_flops, training_flops
 from jaxtrain.plan.buffers import read_peak
 from jaxtrain.plan.cards import cluster_target
@@ -39,6 +40,9 @@ from jaxtrain.plan.timeline import layer_timelines
 Target = Literal["cuda", "cpu", "tpu"]
 TARGETS: tuple[Target, ...] = ("cuda", "cpu", "tpu")
 TIMEOUT_S = 600.0
+# Beside the interpreter's packages, not among them: jax loads every plugin that it sees and warns of this one, which
+# has no runtime, at each start.
+PLAN_PACKAGES = Path(sys.prefix) / "plan"
 BUFFERS_SHOWN = 12
 STDERR_LINES = 4
 CPU_NOTE = (
@@ -66,8 +70,20 @@ def compile_for(
     with tempfile.TemporaryDirectory(prefix="jaxtrain-compile-") as folder:
         answer, stderr = run_worker({**request, "folder": folder}, timeout)
         text = Path(folder, "program.txt").read_text(encoding="utf-8")
-        live = "".join(path.read_text(encoding="utf-8") for path in Path(folder, "dump").glob("*live-range.txt"))
-    return make_report(config, request, answer, text, stderr, live)
+        live, dumped = (_dumped(Path(folder), what) for what in ("live-range", "gpu_after_optimizations"))
+    return make_report(config, request, answer, text, stderr, (live, dumped))
+
+
+def named_cluster(name: str | Path, overrides: Iterable[str] = ()) -> ClusterConfig:
+    """The cluster of a YAML file or of a name in configs/clusters; raises ConfigError with the nearest name."""
+    if Path(name).suffix:
+        return load_config(name, overrides).cluster
+    known = sorted(path.stem for path in (CONFIG_ROOT / "clusters").glob("*.yaml"))
+    if name not in known:
+        raise ConfigError(
+            f"cluster {str(name)!r} is unknown{nearest(str(name), known)}; clusters: {', '.join(known)}, or a YAML file"
+        )
+    return load_config(Path("clusters") / name, overrides).cluster
 
 
 def make_request(config: RunConfig, devices: int | None, target: Target) -> dict[str, Any]:
@@ -91,6 +107,7 @@ def make_request(config: RunConfig, devices: int | None, target: Target) -> dict
     if target == "cuda":
         # Slices x hosts x cards, a node being a slice: the compiler aborts on several hosts of one slice.
         request |= {"topology": f"{devices // per_node}x1x{per_node}", "target_text": cluster_target(cluster)}
+        request["packages"] = str(PLAN_PACKAGES)
     elif target == "tpu":
         if cluster.target is None:
             raise ConfigError("cluster.target is null: set it to the TPU's topology, such as v5e:4x4")
@@ -132,9 +149,14 @@ def run_worker(request: dict[str, Any], timeout: float) -> tuple[dict[str, Any],
 
 
 def make_report(
-    config: RunConfig, request: dict[str, Any], answer: dict[str, Any], text: str, stderr: str, live: str
+    config: RunConfig,
+    request: dict[str, Any],
+    answer: dict[str, Any],
+    text: str,
+    stderr: str,
+    dumps: tuple[str, str] = ("", ""),
 ) -> Report:
-    """Read a compiled program and what the compiler wrote beside it; `live` is its list of live ranges, or ''."""
+    """Read a compiled program and what the compiler wrote beside it; `dumps`: live ranges and the program, or ''."""
     program = read_program(text)
     domain = np.array(answer["domain"])
     links, notes = _links(config)
@@ -158,12 +180,12 @@ def make_report(
         accumulation=answer["accumulation"],
         microbatch=answer["microbatch"],
         parameters=answer["parameters"],
-        memory=_memory(config, request, answer["memory"], program, live),
+        memory=_memory(config, request, answer["memory"], program, dumps),
         flops=FlopsReport(flops.total, model.causal * tokens, model.full * tokens, flops.by_source, flops.opaque),
         traffic=sum_traffic(collectives),
         collectives=collectives,
         reductions=gradient_reductions(collectives, answer["batch_axes"]),
-        coverage={**coverage(collectives)},
+        coverage={str(link): share for link, share in coverage(collectives).items()},
         inventions=inventions(program, collectives),
         rematerializations=read_rematerializations(stderr, program),
         proof=prove_tight(collectives, domain),
@@ -205,28 +227,38 @@ def sum_traffic(collectives: tuple[Collective, ...]) -> tuple[Traffic, ...]:
     return tuple(sorted(summed, key=lambda row: -row.seconds))
 
 
+def _dumped(folder: Path, what: str) -> str:
+    return "".join(path.read_text(encoding="utf-8") for path in (folder / "dump").glob(f"*jit_update*{what}.txt"))
+
+
 def telling_source(stack: tuple[str, ...]) -> str:
     """The innermost line that says what was asked for: helpers that pin a sharding are passed over."""
     lines = [line for line in stack if not re.search(r"mesh/rules\.py:\d+$", line)] or list(stack)
     return re.sub(r"^.*/(?=jaxtrain/)", "", lines[0]) if lines else ""
 
 
-def live_buffers(program: Program, live: str) -> tuple[LiveBuffer, ...]:
-    """The largest buffers alive at the peak, by the compiler's list, with what made them."""
+def live_buffers(program: Program, live: str, dumped: str) -> tuple[LiveBuffer, ...]:
+    """The largest buffers alive at the peak, by the compiler's list, with what made them.
+
+    The list has names of the dumped program, where a collective that runs asynchronously stands in a computation of
+    its own; `program` has it as a start and a done.
+    """
     by_name = {one.name: one for _, one in program.instructions()}
-    # What runs asynchronously is named inside its own computation, and described where it starts.
-    starts = {program.computations[name].root.name: one for one in by_name.values() for name in one.runs}
+    roots = dict(re.findall(r"^%(\S+) \([^\n]*\{\n(?:  [^\n]*\n)*?  ROOT %(\S+) = ", dumped, re.MULTILINE))
+    starts = {
+        roots.get(inner, ""): start
+        for start, inner in re.findall(r"^ +%(\S+) = .* async-start\(.*calls=%([^\s,]+)", dumped, re.MULTILINE)
+    }
     found = []
     for one in sorted(read_peak(live, program).buffers, key=lambda one: -one.bytes)[:BUFFERS_SHOWN]:
-        made = by_name.get(one.made_by)
-        made = made if made is None or made.op_name else starts.get(made.name, made)
+        made = by_name.get(one.made_by or starts.get(one.name, ""))
         op_name, stack = (made.op_name, made.stack) if made else (one.op_name, ())
         found.append(LiveBuffer(one.name, one.bytes, one.shape, op_name.replace("\\'", "'"), telling_source(stack)))
     return tuple(found)
 
 
 def _memory(
-    config: RunConfig, request: dict[str, Any], sizes: dict[str, int], program: Program, live: str
+    config: RunConfig, request: dict[str, Any], sizes: dict[str, int], program: Program, dumps: tuple[str, str]
 ) -> MemoryReport:
     exact = request["target"] != "cpu"
     parts = {name: sizes[f"{name}_size_in_bytes"] for name in ("argument", "output", "alias", "temp")}
@@ -243,7 +275,7 @@ def _memory(
         aliased=parts["alias"],
         temporaries=parts["temp"],
         exact=exact,
-        largest=live_buffers(program, live) if live else (),
+        largest=live_buffers(program, *dumps) if dumps[0] else (),
     )
 
 
@@ -263,10 +295,8 @@ def _links(config: RunConfig) -> tuple[Links, list[str]]:
 def _on_cluster(config: RunConfig, cluster: str | Path | ClusterConfig | None) -> RunConfig:
     if cluster is None:
         return config
-    if not isinstance(cluster, ClusterConfig):
-        path = Path(cluster)
-        cluster = load_config(path if path.suffix else Path("clusters") / path).cluster
-    return config.model_copy(update={"cluster": cluster})
+    described = cluster if isinstance(cluster, ClusterConfig) else named_cluster(cluster)
+    return config.model_copy(update={"cluster": described})
 
 
 def _environment(request: dict[str, Any]) -> dict[str, str]:

@@ -5,7 +5,7 @@ its other end closes, the worker ends too. Answer and artefacts are files of the
 
 answer.json     {"error": text}, or numbers of the compilation
 program.txt     the scheduled program
-dump/           what the compiler wrote about memory
+dump/           what the compiler wrote about memory, and the program as that names it
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Beside the interpreter's packages, not among them: jax loads every plugin that it sees and warns of this one, which
-# has no runtime, at each start.
-PLAN_PACKAGES = Path(sys.prefix) / "plan"
 CUDA_PLUGINS = ("xla_cuda13", "xla_cuda12")
 MEMORY = (
     "peak_memory_in_bytes", "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes",
@@ -66,10 +63,7 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     except JaxRuntimeError as error:
         raise ConfigError(f"the compiler refused this program: {str(error).splitlines()[0]}") from None
     done = time.perf_counter()
-    # The dump names instructions as the list of live buffers does; as_text() does not everywhere.
-    dumped = sorted((folder / "dump").glob("*jit_update*after_optimizations.txt"))
-    text = dumped[0].read_text(encoding="utf-8") if dumped else compiled.as_text() or ""
-    (folder / "program.txt").write_text(text, encoding="utf-8")
+    (folder / "program.txt").write_text(compiled.as_text() or "", encoding="utf-8")
     memory = compiled.memory_analysis()
     return {
         "memory": {name: int(getattr(memory, name)) for name in MEMORY},
@@ -98,7 +92,7 @@ def compile_only_devices(request: dict[str, Any]) -> list[Any]:
     if request["target"] == "cpu":
         return list(jax.devices())
     if request["target"] == "cuda":
-        _load_cuda_plugin()
+        _load_cuda_plugin(Path(request["packages"]))
         keys = {"platform": "cuda", "topology_name": "described", "topology": request["topology"]}
         keys["target_config"] = request["target_text"]
         told = "cluster.target"
@@ -111,13 +105,13 @@ def compile_only_devices(request: dict[str, Any]) -> list[Any]:
         raise ConfigError(f"{told}: the compiler does not accept this target: {str(error).splitlines()[0]}") from None
 
 
-def _load_cuda_plugin() -> None:
+def _load_cuda_plugin(packages: Path) -> None:
     from importlib.util import find_spec
 
     from jaxtrain.config import ConfigError
 
-    if PLAN_PACKAGES.is_dir():
-        sys.path.append(str(PLAN_PACKAGES))
+    if packages.is_dir():
+        sys.path.append(str(packages))
     try:
         found = any(find_spec(f"jax_plugins.{name}") for name in CUDA_PLUGINS)
     except ModuleNotFoundError:
