@@ -100,6 +100,8 @@ def _from_argument(tracer: Tracer, value: Value | None) -> bool:
             value = tracer.root(one, value.path)
         elif one.kind in _SAME:
             value = value.operand(0, value.path)
+        elif one.kind == "dynamic-update-slice":  # what a loop stacks for another loop
+            value = value.operand(1, value.path)
         else:
             return False
     return False

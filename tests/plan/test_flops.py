@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from texts import llama, module
 
 from jaxtrain.plan.flops import Flops, count_flops
 from jaxtrain.plan.hlo import read_program
-from texts import llama, module
 
 
 def flops_of(f: object, *arguments: object) -> Flops:
@@ -46,7 +46,9 @@ def test_a_convolution() -> None:
 
     def f(x: jax.Array, kernel: jax.Array) -> jax.Array:
         numbers = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=2)
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=2
+        )
 
     assert flops_of(f, x, kernel).total == 2 * (2 * 14 * 12 * 8) * (3 * 5 * 3)
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from texts import llama, module
 
 from jaxtrain.plan.groups import read_groups, read_pairs
 from jaxtrain.plan.hlo import read_program
-from texts import llama, module
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,9 @@ def test_a_strange_line_outside_a_computation_is_reported() -> None:
     assert [(one.what, one.where) for one in program.unknown] == [("line", "Moonshine 7")]
 
 
-@pytest.mark.parametrize("text", ["", "module @jit_f {", module(PARAMETER).replace("ENTRY ", ""), module(PARAMETER)[:-3]])
+@pytest.mark.parametrize(
+    "text", ["", "module @jit_f {", module(PARAMETER).replace("ENTRY ", ""), module(PARAMETER)[:-3]]
+)
 def test_not_a_whole_compiled_module(text: str) -> None:
     with pytest.raises(ValueError, match=r"HloModule|ENTRY"):
         read_program(text)
