@@ -25,6 +25,8 @@ AXES = ("data", "pipe", "tensor", "seq", "expert")
 TIGHT = ("tensor", "expert")
 # A reduction of fewer elements bundles metrics or norms, not a gradient.
 LEAST_GRADIENT = 65
+# How far back a name is looked for.
+_NEAR = 4
 
 Link = Literal["fast", "network"]
 
@@ -81,7 +83,10 @@ class Collective:
 
     @property
     def covered(self) -> float:
-        """The share of the transfer time for which matmul work is scheduled between start and done, 0 to 1."""
+        """The share of the transfer time for which matmul work is scheduled between start and done, 0 to 1.
+
+        Work under several transfers counts for each of them, and kernels whose FLOPs are not in the text for none.
+        """
         return min(1.0, self.hidden_seconds / self.seconds) if self.seconds > 0 else 1.0
 
     @property
@@ -298,14 +303,14 @@ def _collective(program: Program, found: _Found, place: _Place, links: Links, br
     wire, seconds = _transfer(inner.kind, payload, size, domains, fewest, links)
     asynchronous = found.start.phase == "start" and not found.start.is_sync
     flops = sum(instruction_flops(program, found.computation, one) for one in found.between) if asynchronous else 0
-    axes = place.axes(groups)
+    axes, named = place.axes(groups), _named(found)
     permute = inner.kind == "collective-permute"
     return Collective(
         name=found.start.name,
         kind=inner.kind,
         computation=found.computation.name,
-        op_name=inner.op_name or found.start.op_name,
-        stack=inner.stack or found.start.stack,
+        op_name=named.op_name,
+        stack=named.stack,
         dtypes=tuple(sorted({shape.dtype for shape in shapes})),
         elements=sum(shape.elements for shape in shapes),
         payload=payload,
@@ -323,6 +328,17 @@ def _collective(program: Program, found: _Found, place: _Place, links: Links, br
         reduction=_reduction(program, inner),
         spmd="is_spmd_generated" in inner.attributes.get("frontend_attributes", ""),
     )
+
+
+def _named(found: _Found) -> Instruction:
+    """The collective, or, where the compiler lost its name, the nearest operation before it that has one."""
+    one = found.inner if found.inner.stack else found.start
+    for _ in range(_NEAR):
+        before = found.computation.operands(one)[:1]
+        if one.stack or not before:
+            break
+        one = before[0]
+    return one if one.stack else found.inner
 
 
 def _transfer(kind: str, payload: int, size: int, domains: int, fewest: int, links: Links) -> tuple[int, float]:

@@ -235,6 +235,17 @@ def test_work_of_a_loop_between_start_and_done_counts_its_trips() -> None:
     assert one.flops_between == 7 * 2 * 50 * 50 * 100 + 2 * 2_000_000
 
 
+def test_a_collective_that_lost_its_name_takes_that_of_its_operand() -> None:
+    text = module("""
+        %a = f32[100,50] parameter(0)
+        %t = f32[100,50] tanh(%a), metadata={op_name="jit(f)/tanh" source_file="f.py" source_line=3}
+        %b = f32[5000] bitcast(%t)
+        ROOT %r = f32[20000] all-gather(%b), replica_groups=[2,4]<=[8], metadata={op_name="reshape.167"}
+    """)
+    [one] = collective(text)
+    assert (one.op_name, one.source) == ("jit(f)/tanh", "f.py:3")
+
+
 def test_a_ragged_exchange_counts_the_buffer_it_sends() -> None:
     text = module("""
         %a = bf16[64,8] parameter(0)
