@@ -1,4 +1,4 @@
-# make train | test | lint | prove | setup [ACCELERATOR=cuda13]; everything lives in .venv.
+# make train | test | lint | prove | report | setup [ACCELERATOR=cuda13] | setup-plan; everything lives in .venv.
 SHELL := /bin/bash
 ACCELERATOR ?= cpu
 PY := .venv/bin/python
@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12; do \
 RUN ?= runs/tiny
 ARGS ?=
 
-.PHONY: setup train test lint prove clean
+.PHONY: setup setup-plan train test lint prove report clean
 
 setup: .venv/ready-$(ACCELERATOR)
 
@@ -28,19 +28,30 @@ setup: .venv/ready-$(ACCELERATOR)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
+# The GPU compiler for jaxtrain compile stands beside the other packages: jax would load it, and complain, at each start.
+setup-plan: .venv/ready-plan
+
+.venv/ready-plan: requirements-plan.txt .venv/ready-$(ACCELERATOR)
+	rm -rf .venv/plan
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/plan -r requirements-plan.txt
+	@touch $@
+
 train: setup
 	$(PY) -m jaxtrain train configs/tiny.yaml --run $(RUN) $(ARGS)
 
-test: .venv/ready-dev
+test: .venv/ready-dev .venv/ready-plan
 	$(PY) -m pytest tests -n 2 --dist worksteal -m "not prove" $(ARGS)
 
 prove: .venv/ready-dev
 	$(PY) -m pytest tests -m prove $(ARGS)
 
+report: .venv/ready-plan
+	$(PY) tools/report.py $(ARGS)
+
 lint: .venv/ready-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy jaxtrain tools/bench
+	.venv/bin/mypy jaxtrain tools/bench tools/report.py
 
 clean:
 	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache

@@ -170,7 +170,57 @@ class Generate:
         return 0
 
 
-VERBS = {"train": Train, "launch": Launch, "eval": Eval, "generate": Generate, "inspect": Inspect}
+@dataclasses.dataclass(frozen=True)
+class Compile:
+    """Compile the train step for a cluster that is not there: memory, FLOPs, collectives; exit 2 if it does not fit."""
+
+    config: Positional[Annotated[str, arg(metavar="CONFIG")]]
+    """YAML file, or the name of a shipped one."""
+    cluster: str | None = None
+    """A described cluster, such as h100_8x8 (configs/clusters), or a YAML file; default the config's own."""
+    devices: int | None = None
+    """Devices to compile for; default those of the cluster."""
+    target: str = "cuda"
+    """cuda (needs make setup-plan), cpu (needs nothing, less exact), tpu (needs libtpu)."""
+    timeout: float = 600.0
+    """Seconds after which the compiler is ended."""
+    diff: str | None = None
+    """Another config to compile and show beside this one."""
+    html: Path | None = None
+    """Write one self-contained page here."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Compile, print; overrides act on both configs of a diff."""
+        from jaxtrain.plan.compile import compile_for, named_cluster
+        from jaxtrain.plan.page import write_page
+        from jaxtrain.plan.show import fit_line, show_diff, show_report
+
+        names = [self.config] if self.diff is None else [self.config, self.diff]
+        configs = [load_config(name, overrides) for name in names]
+        own = [override for override in overrides if override.startswith("cluster.")]
+        cluster = None if self.cluster is None else named_cluster(self.cluster, own)
+        reports = [
+            compile_for(config, cluster, self.devices, self.target, self.timeout)  # type: ignore[arg-type]
+            for config in configs
+        ]
+        if self.html is not None:
+            write_page(reports[0], self.html)
+        if self.json:
+            trees = {name: report.to_json() for name, report in zip(names, reports, strict=True)}
+            _print_json(trees if self.diff else reports[0].to_json())
+        elif self.diff is not None:
+            show_diff(reports[0], reports[1], (self.config, self.diff), Console())
+        else:
+            show_report(reports[0], Console())
+        misfits = [report for report in reports if report.memory.fits is False]
+        for report in misfits:
+            print(f"jaxtrain: {fit_line(report)}", file=sys.stderr)
+        return 2 if misfits else 0
+
+
+VERBS = {"train": Train, "launch": Launch, "eval": Eval, "generate": Generate, "inspect": Inspect, "compile": Compile}
 
 
 def main(argv: Sequence[str]) -> int:

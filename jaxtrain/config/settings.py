@@ -6,9 +6,9 @@ Checks that need one section live on it; checks that need several live in `RunCo
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
 Axis = Literal["data", "pipe", "tensor", "seq", "expert"]
 AXES: tuple[Axis, ...] = ("data", "pipe", "tensor", "seq", "expert")
@@ -162,6 +162,12 @@ class ClusterConfig(Section):
     """Accelerator's name, for peak FLOP/s and memory."""
     memory_gb: float | None = Field(None, gt=0)
     """Memory of a device in GB (10^9 bytes)."""
+    domain_gb_per_s: float | None = Field(None, gt=0)
+    """Fast links: GB/s that one device sends into its domain (one direction)."""
+    network_gb_per_s: float | None = Field(None, gt=0)
+    """Network between domains: GB/s that one device sends (one direction)."""
+    target: str | None = None
+    """File with the GPU compiler's GpuTargetConfig text, for a card that jaxtrain does not know."""
 
 
 class RulesConfig(Section):
@@ -396,6 +402,16 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     observe: ObserveConfig = ObserveConfig()
+    xla: dict[str, bool | int | float | str] = {}
+    """XLA compiler options of the train step alone, as xla_name: value; checked before use."""
+
+    @field_validator("xla", mode="before")
+    @classmethod
+    def _options_are_scalars(cls, options: Any) -> Any:
+        for name, value in options.items() if isinstance(options, dict) else ():
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(f"xla.{name} is {value!r}: use true, false, a number or text")
+        return options
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

@@ -177,8 +177,13 @@ def _scan(body: Callable[..., Any], carry: Any, xs: Batch) -> Any:
 
 
 def compile_step(step: Step, abstract: State, batch: Batch) -> jax.stages.Compiled:
-    """Compile `update` once for these shapes and shardings, the state donated; a later mismatch is an error."""
+    """Compile `update` once for these shapes and shardings, with the config's xla options; a mismatch is an error."""
+    return lower_step(step, abstract, batch).compile(compiler_options=dict(step.config.xla) or None)
+
+
+def lower_step(step: Step, abstract: State, batch: Batch) -> jax.stages.Lowered:
+    """`update` traced and lowered for these shapes and shardings, the state donated."""
     replicated = NamedSharding(step.mesh, PartitionSpec())
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     jitted = jax.jit(step.update, donate_argnums=0, out_shardings=(shardings, replicated))
-    return jitted.lower(abstract, batch).compile()
+    return jitted.lower(abstract, batch)

@@ -1,0 +1,14 @@
+"""Source lines are what these tests look at."""
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _lines_in_the_cache_key() -> Iterator[None]:
+    """Without it, a cached program names the lines of whoever compiled it first."""
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    yield
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
