@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from rich.console import Console
@@ -19,14 +20,31 @@ FORMAT = "tokens-1"
 ENCODE_BYTES = 4 * 2**20
 
 
+class Flat(Protocol):
+    """What is sliced like a one-dimensional array: an array, a memory map, or several of them joined."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, place: slice, /) -> np.ndarray:
+        """The elements start..stop."""
+        ...
+
+
 @dataclass(frozen=True)
 class Documents:
-    """A random-access view of tokenized documents: document i is tokens[starts[i]:stops[i]], opened and closed."""
+    """A random-access view of tokenized documents: document i is tokens[starts[i]:stops[i]], opened and closed.
 
-    tokens: np.ndarray
+    `tokens` is flat and sliced only within one document (a corpus of several files is joined without a copy).
+    `scored`, flat beside it, is true for each token that counts in the loss when it is the target; None is all.
+    `source` is the number of each document's source in data.sources (int32); None is one source.
+    """
+
+    tokens: Flat
     starts: np.ndarray
     stops: np.ndarray
-    names: tuple[str, ...]
+    names: Sequence[str]
+    scored: Flat | None = None
+    source: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -48,7 +66,12 @@ class Documents:
     def select(self, indices: np.ndarray) -> Documents:
         """The documents at these indices."""
         return Documents(
-            self.tokens, self.starts[indices], self.stops[indices], tuple(self.names[i] for i in indices.tolist())
+            self.tokens,
+            self.starts[indices],
+            self.stops[indices],
+            tuple(self.names[i] for i in indices.tolist()),
+            self.scored,
+            None if self.source is None else self.source[indices],
         )
 
 

@@ -100,8 +100,8 @@ def fingerprint(parts: Iterable[str], *more: str) -> str:
 
 def _text_files(source: SourceConfig, where: str) -> Iterator[tuple[str, Path]]:
     """(name, path) of a text source's files; hidden files and folders are not read."""
-    stdlib = source.text == "stdlib"
-    root = Path(sysconfig.get_paths()["stdlib"]) if stdlib else Path(source.text).expanduser()
+    stdlib = source.path == "stdlib"
+    root = Path(sysconfig.get_paths()["stdlib"]) if stdlib else Path(source.path).expanduser()
     if root.is_file():
         yield root.name, root
         return
