@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 from rich.console import Console
@@ -118,7 +119,39 @@ class Inspect:
         return 0
 
 
-VERBS = {"train": Train, "launch": Launch, "inspect": Inspect}
+@dataclasses.dataclass(frozen=True)
+class Tokenize:
+    """Write the sources of a configuration as token shards; the same command again goes on after a kill."""
+
+    config: Positional[Annotated[str, arg(metavar="CONFIG")]]
+    """YAML file, or the name of a shipped one."""
+    out: Path
+    """Folder of the shards, with tokens.json and tokenizer.json; name it as a source's tokens or arrayrecord."""
+    format: Literal["bin", "arrayrecord"] = "bin"
+    """Megatron's .bin/.idx, mapped as it lies, or ArrayRecord."""
+    workers: int | None = None
+    """Processes; default one a core."""
+    json: bool = False
+    """Print the counts as one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Write the shards, print the counts."""
+        from jaxtrain.data.tokenize import tokenize
+
+        counts = tokenize(
+            load_config(self.config, overrides), self.out, self.format, self.workers or os.cpu_count() or 1
+        )
+        if self.json:
+            _print_json(counts)
+        else:
+            for name, value in counts.items():
+                Console().print(
+                    f"{name.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{name}: {value}"
+                )
+        return 0
+
+
+VERBS = {"train": Train, "launch": Launch, "inspect": Inspect, "tokenize": Tokenize}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -143,9 +143,9 @@ def tokenizer_of(config: RunConfig, listings: Sequence[Listing], cache: Path) ->
     Raises ConfigError when token shards were written with another one.
     """
     data = config.data
-    sidecars = {folder: sidecar for listing in listings for folder, sidecar in _sidecars(listing)}
+    sidecars = {folder: sidecar for listing in listings for folder, sidecar in sidecars_of(listing)}
     beside = next(iter(sidecars), None)
-    readable = [listing for listing in listings if listing.source.kind != "tokens" and not _sidecars(listing)]
+    readable = [listing for listing in listings if listing.source.kind != "tokens" and not sidecars_of(listing)]
     if data.tokenizer.path is None and beside is None and not readable:
         raise ConfigError(
             f"data.sources are token ids ({data.sources[0].path}) and nothing beside them says of which tokenizer: "
@@ -163,7 +163,8 @@ def tokenizer_of(config: RunConfig, listings: Sequence[Listing], cache: Path) ->
     return tokenizer
 
 
-def _sidecars(listing: Listing) -> list[tuple[Path, Sidecar]]:
+def sidecars_of(listing: Listing) -> list[tuple[Path, Sidecar]]:
+    """Folders of token shards that a source reads, each with its sidecar."""
     if listing.source.kind not in ("tokens", "arrayrecord"):
         return []
     folders = dict.fromkeys(Path(file.url).parent for file in listing.files if not file.remote)
@@ -183,7 +184,7 @@ def _mapped(listing: Listing, tokenizer: TextTokenizer, cache: Path) -> _Part:
     if source.max_documents is not None:
         whole = whole.select(np.arange(min(source.max_documents, len(whole))))
     key = fingerprint((file.fingerprint for file in opened), tokenizer.fingerprint, str(source.max_documents))
-    sidecars = [sidecar for _, sidecar in _sidecars(listing)]
+    sidecars = [sidecar for _, sidecar in sidecars_of(listing)]
     shards = [shard for sidecar in sidecars for shard in sidecar.shards]
     tally = Tally(len(whole), sum(shard.bytes for shard in shards))
     return _Part(whole, key, tally, sum(shard.tokens for shard in shards if shard.bytes))

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtrain.config import ConfigError, SourceConfig
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import File, digest_of, fingerprint, list_files, stat, unreadable
-from jaxtrain.data.readers import KINDS, Bad, Content, Item, Record, Span, read_text
+from jaxtrain.data.readers import KINDS, Bad, Content, Item, Record, Span, read_text, whole
 
 TOKEN_SUFFIXES = (".bin",)
 # A file written this recently may be written again without its time moving.
@@ -62,7 +62,7 @@ class Listing:
 
     def spans(self, size: int | None = None) -> Iterator[Span]:
         """The files, whole (None) or cut into spans of about `size` bytes."""
-        split = KINDS[self.source.kind].split
+        split = KINDS[self.source.kind].split if self.source.kind in KINDS else whole
         for file in self.files:
             yield from split(file, size or max(file.size, 1))
 

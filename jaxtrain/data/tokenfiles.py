@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +32,10 @@ SCORED = ".scored"
 
 @dataclass(frozen=True)
 class Shard:
-    """Counts of one written shard; `largest` is its largest token id, `bytes` those of the text it was made of."""
+    """Counts of one written shard; `largest` is its largest token id, `bytes` those of the text it was made of.
+
+    A unit of input that held no document has counts but no file; `reasons` are the first of what was skipped.
+    """
 
     name: str
     documents: int
@@ -41,6 +44,7 @@ class Shard:
     largest: int
     skipped: int
     empty: int
+    reasons: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -61,11 +65,11 @@ class Sidecar:
         """The shard of this file name (without suffix), if it was written with the others."""
         return next((shard for shard in self.shards if shard.name == name), None)
 
-    def dump(self) -> str:
-        """JSON, with the totals."""
+    def dump(self, key: str) -> str:
+        """JSON, with the totals and the `key` of what was tokenized."""
         totals = {key: self.total(key) for key in ("documents", "tokens", "bytes", "skipped", "empty")}
         ratio = {"bytes_per_token": round(totals["bytes"] / max(totals["tokens"], 1), 4)}
-        return json.dumps({**asdict(self), **totals, **ratio}, indent=1) + "\n"
+        return json.dumps({**asdict(self), **totals, **ratio, "key": key}, indent=1) + "\n"
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,8 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
         contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)) as log,
     ):
         runner = _Runner(setup, corpus, shards, checkpoints, log, directory, started)
-        for line in (*opening(setup, corpus), *changes):
+        reasons = (f"record skipped: {reason}" for reason in corpus.reasons)
+        for line in (*opening(setup, corpus), *changes, *reasons):
             log.say(line)
         runner.restore()
         if runner.done >= config.train.updates and (finished := read_summary(directory)):
@@ -189,6 +190,7 @@ class _Runner:
             "parameters": self.setup.model.count(),
             "tokens_total": self.tokens,
             "skipped_updates": self.skipped,
+            "skipped_records": self.corpus.skipped,
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             "eval_loss_first": first_eval,
@@ -223,6 +225,7 @@ class _Runner:
         self.tokens += values["scored_tokens"] if applied else 0
         self.skipped += not applied
         row: dict[str, Any] = {"step": step, **values, "tokens_total": self.tokens, "skipped_total": self.skipped}
+        row["records_skipped"] = self.corpus.skipped
         row |= self.meter.update(values["scored_tokens"], elapsed, wait, compiled=step == (self.resumed_from or 0) + 1)
         if step == 1 and 0 in self.evaluations:
             row["eval_loss_before"] = self.evaluations[0]
@@ -273,11 +276,18 @@ class _Runner:
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
         for key, value in (("corpus", self.corpus.fingerprint), ("tokenizer", self.corpus.tokenizer_fingerprint)):
-            if meta[key] != value:
-                raise ConfigError(
-                    f"the {key} changed since this run began ({meta[key][:12]} -> {value[:12]}): the data position of "
-                    f"{self.directory} means nothing for it; restore data.sources or start another --run"
-                )
+            if meta[key] == value:
+                continue
+            changed = f"the {key} changed since this run began ({meta[key][:12]} -> {value[:12]})"
+            if key == "corpus" and self.config.data.allow_changed:
+                self.log.say(f"{changed}: data.allow_changed, the run goes on at the same place of another order")
+                continue
+            mend = (
+                "restore data.sources, start another --run, or set data.allow_changed"
+                if key == "corpus"
+                else f"set data.tokenizer.path to the tokenizer of {self.directory}, or start another --run"
+            )
+            raise ConfigError(f"{changed}: the data position of {self.directory} means nothing for it; {mend}")
 
     def _sample(self) -> str | None:
         train = self.config.train
