@@ -34,6 +34,6 @@ from jaxtrain.config.settings import (
 __all__ = [
     "AXES", "CONFIG_ROOT", "Axes", "Axis", "CheckpointConfig", "ClusterConfig", "ConfigError", "DataConfig",
     "EvalConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig",
-    "PrecisionConfig", "RematConfig", "RopeConfig", "RulesConfig", "RunConfig", "SourceConfig", "TokenizerConfig", "TrainConfig",
-    "diff_configs", "dump_config", "load_config", "nearest", "replace", "to_tree", "validate",
+    "PrecisionConfig", "RematConfig", "RopeConfig", "RulesConfig", "RunConfig", "SourceConfig", "TokenizerConfig",
+    "TrainConfig", "diff_configs", "dump_config", "load_config", "nearest", "replace", "to_tree", "validate",
 ]  # fmt: skip
