@@ -214,7 +214,7 @@ def _tokenize(
     """
     folder.mkdir()
     dtype = _cached_dtype(tokenizer)
-    tally = Tally(0, 0, listing.tally.empty, listing.tally.skipped, list(listing.tally.reasons))
+    tally = Tally()
     offsets, places = array("q", [0]), array("q")
     numbers = {file.name: number for number, file in enumerate(listing.files)}
     masked = False
@@ -267,7 +267,7 @@ def _open(folder: Path, listing: Listing, tokenizer: TextTokenizer, key: str) ->
     dtype = _cached_dtype(tokenizer)
     try:
         offsets, places = np.load(folder / "offsets.npy"), np.load(folder / "places.npy")
-        tally = Tally(**json.loads((folder / "tally.json").read_text()))
+        tally = Tally(**json.loads((folder / "tally.json").read_text())).plus(listing.tally)
         # np.asarray: the memmap subclass costs microseconds a slice, its base maps the same pages.
         tokens = np.asarray(np.memmap(folder / "tokens.bin", dtype, mode="r"))
         mask = folder / "scored.bin"

@@ -13,6 +13,7 @@ import shutil
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -213,7 +214,9 @@ def _list_remote(source: SourceConfig, where: str) -> Iterator[tuple[File, bool]
 
 
 def _remote(filesystem: Any, info: dict[str, Any], name: str) -> File:
-    stamp = next((str(info[key]) for key in STAMPS if info.get(key)), "")
+    stamp = next((info[key] for key in STAMPS if info.get(key)), "")
+    # Listings and single look-ups of one driver may differ in the type of a time.
+    stamp = str(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
     return File(name, filesystem.unstrip_protocol(info["name"]), int(info["size"]), stamp)
 
 

@@ -39,6 +39,16 @@ class Tally:
         if len(self.reasons) < REASONS:
             self.reasons.append(reason)
 
+    def plus(self, other: Tally) -> Tally:
+        """The counts of both."""
+        return Tally(
+            self.documents + other.documents,
+            self.bytes + other.bytes,
+            self.empty + other.empty,
+            self.skipped + other.skipped,
+            [*other.reasons, *self.reasons][:REASONS],
+        )
+
 
 @dataclass(frozen=True)
 class Listing:

@@ -11,7 +11,7 @@ import json
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -63,7 +63,11 @@ class Sidecar:
 
     def shard(self, name: str) -> Shard | None:
         """The shard of this file name (without suffix), if it was written with the others."""
-        return next((shard for shard in self.shards if shard.name == name), None)
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Shard]:
+        return {shard.name: shard for shard in self.shards}
 
     def dump(self, key: str) -> str:
         """JSON, with the totals and the `key` of what was tokenized."""
@@ -83,7 +87,6 @@ class TokenFile:
     fingerprint: str
 
 
-@lru_cache(maxsize=16)
 def read_sidecar(folder: str) -> Sidecar | None:
     """The sidecar of a folder of token shards; None where there is none.
 
@@ -96,9 +99,14 @@ def read_sidecar(folder: str) -> Sidecar | None:
                 f"{folder} holds token shards that are not all written: run jaxtrain tokenize with --out {folder} again"
             )
         return None
+    return _sidecar(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=16)  # asked for each of thousands of shards
+def _sidecar(path: Path, version: int) -> Sidecar:
     try:
         tree = json.loads(path.read_text())
-        shards = tuple(Shard(**{key: entry[key] for key in Shard.__annotations__}) for entry in tree["shards"])
+        shards = tuple(Shard(**entry) for entry in tree["shards"])
         return Sidecar(tree["format"], tree["dtype"], tree["scored"], tree["tokenizer"], shards)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is damaged ({unreadable(error)}): write the shards again") from None

@@ -174,7 +174,6 @@ def _finish(job: _Job, key: str, units: Sequence[_Unit]) -> None:
         record.unlink()
     for scratch in job.out.glob("*.partial"):
         scratch.unlink()
-    read_sidecar.cache_clear()
 
 
 def _write_whole(path: Path, text: str) -> None:
@@ -233,10 +232,6 @@ def _follow_parent() -> None:
 def _shard(job: _Job, unit: _Unit) -> int:
     """Write one unit's shard and its counts; returns the unit's bytes."""
     tally, tokens, largest = Tally(), 0, 0
-    # Files that the listing left out are counted once, with the source's first unit.
-    if unit.name.endswith("-00000"):
-        listed = unit.listing.tally
-        tally = Tally(0, 0, listed.empty, listed.skipped, list(listed.reasons))
     records = _token_records(job, unit, tally) if unit.listing.source.kind == "tokens" else unit.listing.records(
         unit.spans, job.on_bad, tally, job.cache
     )  # fmt: skip
@@ -247,6 +242,9 @@ def _shard(job: _Job, unit: _Unit) -> int:
     if not tally.documents:
         for path in job.out.glob(f"{unit.name}.*"):
             path.unlink()
+    # Files that the listing left out are counted once, with the source's first unit.
+    if unit.name.endswith("-00000"):
+        tally = tally.plus(unit.listing.tally)
     counts = Shard(
         unit.name, tally.documents, tokens, tally.bytes, largest, tally.skipped, tally.empty, tuple(tally.reasons)
     )

@@ -13,7 +13,8 @@ from jaxtrain.observe.files import write_atomic
 
 # Settings that a resumed run may change: where and how it computes, what it shows, how long it goes on.
 FREE = ("mesh.", "cluster.", "rules.", "remat.", "observe.", "checkpoint.", "eval.", "train.updates",
-        "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "data.allow_changed", "precision.max_skipped")  # fmt: skip
+        "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "data.allow_changed",
+        "precision.max_skipped")  # fmt: skip
 # ... and what it may change besides when it is told to go on with another corpus.
 FREE_CORPUS = ("data.sources", "data.on_bad_record")
 
