@@ -151,7 +151,40 @@ class Tokenize:
         return 0
 
 
-VERBS = {"train": Train, "launch": Launch, "inspect": Inspect, "tokenize": Tokenize}
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Show what a run will read: batches as text, fill rate, lengths, shares of the sources, speed of the pipeline."""
+
+    config: Positional[Annotated[str, arg(metavar="CONFIG")]]
+    """YAML file, or the name of a shipped one."""
+    batches: int = 2
+    """First batches shown as text, a colour a document."""
+    picture: Path | None = None
+    """Draw the histogram of document lengths (.png, .svg or .pdf)."""
+    html: Path | None = None
+    """Write what is shown as an HTML page."""
+    json: bool = False
+    """Print the numbers as one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Read, measure, print."""
+        from jaxtrain.data.preview import preview, write_html
+
+        seen = preview(load_config(self.config, overrides), self.batches)
+        if self.json:
+            _print_json(seen.to_json())
+        else:
+            Console().print(seen.render())
+        for path in (
+            self.picture and seen.draw(self.picture),
+            self.html and write_html([seen.render()], self.html),
+        ):
+            if path and not self.json:
+                Console().print(f"written: {path}")
+        return 0
+
+
+VERBS = {"train": Train, "launch": Launch, "inspect": Inspect, "tokenize": Tokenize, "data": Data}
 
 
 def main(argv: Sequence[str]) -> int:
