@@ -353,7 +353,7 @@ def _readable(file: File) -> Iterator[Any]:
         with file.open() as stream:
             yield stream
     except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{file.url} cannot be read ({unreadable(error)}): fetch it again") from None
+        raise ConfigError(f"{file.url} cannot be read ({unreadable(error)})") from None
 
 
 def split_records(file: File, size: int) -> Iterator[Span]:
@@ -408,7 +408,7 @@ def _array_record(path: Path) -> ArrayRecordReader:
     except RuntimeError:
         sound = False
     if not sound:
-        raise ConfigError(f"{path} is no whole ArrayRecord file (its index at the end is damaged): write it again")
+        raise ConfigError(f"{path} is no whole ArrayRecord file (its index at the end is damaged)")
     return reader
 
 

@@ -17,6 +17,7 @@ from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import File, digest_of, fingerprint, list_files, stat, unreadable
 from jaxtrain.data.readers import KINDS, Bad, Content, Item, Record, Span, read_text, whole
 
+FORMAT = "listing-1"
 TOKEN_SUFFIXES = (".bin",)
 # A file written this recently may be written again without its time moving.
 UNSETTLED_S = 2.0
@@ -66,9 +67,7 @@ class Listing:
 
     def digest(self, *more: str) -> str:
         """Fingerprint of files and of every setting that changes what is read of them, and of anything else given."""
-        mixing = {"weight", "epochs", "include", "exclude", self.source.kind}
-        settings = json.dumps(self.source.model_dump(mode="json", exclude=mixing), sort_keys=True)
-        return fingerprint((f"{f.name}\0{f.size}\0{f.digest}" for f in self.files), self.source.kind, settings, *more)
+        return fingerprint((f"{f.name}\0{f.size}\0{f.digest}" for f in self.files), _settings(self.source), *more)
 
     def spans(self, size: int | None = None) -> Iterator[Span]:
         """The files, whole (None) or cut into spans of about `size` bytes."""
@@ -121,7 +120,7 @@ def list_source(source: SourceConfig, where: str, cache: Path, on_bad: str = "fa
         _check_saved(source, where, files)
     if source.kind == "tokens":
         return Listing(where, source, tuple(files), Tally())
-    key = fingerprint((f"{f.url}\0{f.size}\0{f.stamp}" for f in files), source.model_dump_json(), on_bad)
+    key = fingerprint((f"{f.name}\0{f.url}\0{f.size}\0{f.stamp}" for f in files), _settings(source), on_bad, FORMAT)
     record = cache / "listings" / f"{key}.json"
     if (found := _remembered(record)) is not None:
         return replace(found, where=where, source=source)
@@ -186,6 +185,12 @@ def training_texts(
     return key, texts
 
 
+def _settings(source: SourceConfig) -> str:
+    """Everything of a source that changes what is read of its files."""
+    elsewhere = {"weight", "epochs", "include", "exclude", source.kind}
+    return source.kind + json.dumps(source.model_dump(mode="json", exclude=elsewhere), sort_keys=True)
+
+
 def _hash(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest(), "big")
 
@@ -238,7 +243,7 @@ def _digested(source: SourceConfig, where: str, files: Sequence[File], on_bad: s
             data = _checked_text(file, where, on_bad, tally)
             digest = hashlib.blake2b(data, digest_size=16).hexdigest() if data else ""
         else:
-            digest = _checked_digest(file, where, on_bad, tally)
+            digest = _checked_digest(source, file, where, on_bad, tally)
         if digest:
             kept.append(replace(file, digest=digest))
     if not kept:
@@ -263,14 +268,21 @@ def _checked_text(file: File, where: str, on_bad: str, tally: Tally) -> bytes:
     return b""
 
 
-def _checked_digest(file: File, where: str, on_bad: str, tally: Tally) -> str:
+def _checked_digest(source: SourceConfig, file: File, where: str, on_bad: str, tally: Tally) -> str:
+    """Digest of a file of records; none when it is empty or no file of its kind, which is counted."""
+    if not file.size:
+        tally.empty += 1
+        return ""
     try:
-        digest = digest_of(file)
+        # A file's spans are known from its table of contents: that it is whole is seen before anything is built.
+        list(KINDS[source.kind].split(file, file.size))
+        # Object storage tells versions apart, and reading it is dear.
+        return fingerprint([file.stamp]) if file.remote and file.stamp else digest_of(file)
     except OSError as error:
         refuse_or_count(Bad(file, f"{file.url} cannot be read ({unreadable(error)})"), where, on_bad, tally)
-        return ""
-    tally.empty += not file.size
-    return digest if file.size else ""
+    except ConfigError as error:
+        refuse_or_count(Bad(file, str(error)), where, on_bad, tally)
+    return ""
 
 
 def _remembered(record: Path) -> Listing | None:

@@ -168,10 +168,9 @@ def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray, np.ndarray]
         raise ConfigError(
             f"{path} is cut short: {len(raw)} bytes where {sequences} sequences need {need}; fetch it again"
         )
-    parts = np.split(raw[HEADER.size : need], np.cumsum([4 * sequences, 8 * sequences]))
-    sizes, places, documents = (
-        np.frombuffer(part.tobytes(), kind) for part, kind in zip(parts, ("<i4", "<i8", "<i8"), strict=True)
-    )
+    sizes = np.frombuffer(raw, "<i4", sequences, HEADER.size)
+    places = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
+    documents = np.frombuffer(raw, "<i8", borders, HEADER.size + 12 * sequences)
     ends = np.cumsum(sizes, dtype=np.int64)
     fits = (
         (places == (ends - sizes) * dtype.itemsize).all()

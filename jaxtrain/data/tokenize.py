@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import wait as wait_for
@@ -200,6 +201,11 @@ def _run(job: _Job, units: Sequence[_Unit], workers: int) -> Iterator[int]:
             while waiting:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
+        except BrokenProcessPool:
+            raise ConfigError(
+                f"a process of {workers} was killed, perhaps for want of memory: run the same command again, it goes "
+                "on with the shards that are missing, with fewer --workers"
+            ) from None
         finally:
             for future in waiting:
                 future.cancel()
@@ -231,6 +237,15 @@ def _follow_parent() -> None:
 
 def _shard(job: _Job, unit: _Unit) -> int:
     """Write one unit's shard and its counts; returns the unit's bytes."""
+    try:
+        return _write_shard(job, unit)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {job.out} cannot be written ({unreadable(error)}): make room, the same command goes on"
+        ) from None
+
+
+def _write_shard(job: _Job, unit: _Unit) -> int:
     tally, tokens, largest = Tally(), 0, 0
     records = _token_records(job, unit, tally) if unit.listing.source.kind == "tokens" else unit.listing.records(
         unit.spans, job.on_bad, tally, job.cache

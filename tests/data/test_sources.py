@@ -237,8 +237,15 @@ def test_a_shard_cut_short(tmp_path, kind):
     source = write(kind, tmp_path / "in", [f"{i} {os.urandom(40).hex()}" for i in range(400)])
     (path,) = [p for p in (tmp_path / "in").iterdir() if p.name != "state.json"]
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    with pytest.raises(ConfigError, match=rf"{path.name}"):
+    with pytest.raises(ConfigError, match=rf"data\.sources\[0\]: .*{path.name}.*on_bad_record: skip"):
         corpus_of(tmp_path, source)
+    (tmp_path / "more").mkdir()
+    good = write(kind, tmp_path / "more", TEXTS)
+    (whole,) = [p for p in (tmp_path / "more").iterdir() if p.name != "state.json"]
+    whole.rename(tmp_path / "in" / f"z{whole.name}")
+    corpus = corpus_of(tmp_path, source | good | {next(iter(source)): str(tmp_path / "in")}, on_bad_record="skip")
+    # What lies before the break may still be read.
+    assert corpus.skipped == 1 and texts_of(corpus)[-len(TEXTS) :] == TEXTS and path.name in corpus.reasons[0]
 
 
 def test_nothing_to_read(tmp_path):

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 
 from jaxtrain.config import ConfigError, RunConfig, validate
 from jaxtrain.data import Corpus, prepare
-from jaxtrain.data.tokenfiles import TokenWriter
+from jaxtrain.data.tokenfiles import TokenWriter, write_index
 
 EOS = 1
 WORDS = 300
@@ -238,3 +238,26 @@ def test_shards_that_are_not_all_written_or_damaged(good):
     (good / "tokens/tokens.json").write_text(json.dumps({"format": "bin"}))
     with pytest.raises(ConfigError, match=r"tokens\.json is damaged"):
         corpus_of(good)
+
+
+def anonymous_mb() -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) // 1024
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_large_file_is_not_read_into_memory(tmp_path, indexed):
+    (tmp_path / "tokens").mkdir()
+    count, length = 400, 200_000  # 160 MB
+    block = np.full(length, 7, np.uint16)
+    block[-1] = EOS
+    with (tmp_path / "tokens/a.bin").open("wb") as file:
+        for _ in range(count):
+            block.tofile(file)
+    if indexed:
+        write_index(tmp_path / "tokens/a.idx", "uint16", np.full(count, length))
+    before = anonymous_mb()
+    corpus = corpus_of(tmp_path)
+    assert anonymous_mb() - before < 60
+    assert len(corpus.train) == count and sum(int(corpus.train[i][-1]) for i in range(count)) == count * EOS
+    assert anonymous_mb() - before < 60
