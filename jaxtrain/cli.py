@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 from rich.console import Console
@@ -220,7 +221,81 @@ class Compile:
         return 2 if misfits else 0
 
 
-VERBS = {"train": Train, "launch": Launch, "eval": Eval, "generate": Generate, "inspect": Inspect, "compile": Compile}
+@dataclasses.dataclass(frozen=True)
+class Tokenize:
+    """Write the sources of a configuration as token shards; the same command again goes on after a kill."""
+
+    config: Positional[Annotated[str, arg(metavar="CONFIG")]]
+    """YAML file, or the name of a shipped one."""
+    out: Path
+    """Folder of the shards, with tokens.json and tokenizer.json; name it as a source's tokens or arrayrecord."""
+    format: Literal["bin", "arrayrecord"] = "bin"
+    """Megatron's .bin/.idx, mapped as it lies, or ArrayRecord."""
+    workers: int | None = None
+    """Processes; default one a core."""
+    json: bool = False
+    """Print the counts as one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Write the shards, print the counts."""
+        from jaxtrain.data.tokenize import tokenize
+
+        counts = tokenize(
+            load_config(self.config, overrides), self.out, self.format, self.workers or os.cpu_count() or 1
+        )
+        if self.json:
+            _print_json(counts)
+        else:
+            for name, value in counts.items():
+                Console().print(
+                    f"{name.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{name}: {value}"
+                )
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Show what a run will read: batches as text, fill rate, lengths, shares of the sources, speed of the pipeline."""
+
+    config: Positional[Annotated[str, arg(metavar="CONFIG")]]
+    """YAML file, or the name of a shipped one."""
+    batches: int = 2
+    """First batches shown as text, a colour a document."""
+    picture: Path | None = None
+    """Draw the histogram of document lengths (.png, .svg or .pdf)."""
+    html: Path | None = None
+    """Write what is shown as an HTML page."""
+    json: bool = False
+    """Print the numbers as one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Read, measure, print."""
+        from jaxtrain.data.preview import preview, write_html
+
+        seen = preview(load_config(self.config, overrides), self.batches)
+        if self.json:
+            _print_json(seen.to_json())
+        else:
+            Console().print(seen.render())
+        for path in (
+            self.picture and seen.draw(self.picture),
+            self.html and write_html([seen.render()], self.html),
+        ):
+            if path and not self.json:
+                Console().print(f"written: {path}")
+        return 0
+
+
+VERBS = {
+    "train": Train,
+    "launch": Launch,
+    "eval": Eval,
+    "generate": Generate,
+    "inspect": Inspect,
+    "compile": Compile,
+    "data": Data,
+    "tokenize": Tokenize,
+}
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,5 +1,6 @@
 """Settings of a run: schema, loading, overrides, dump."""
 
+from jaxtrain.config.data import DataConfig, PhaseConfig, SourceConfig, TokenizerConfig
 from jaxtrain.config.load import (
     CONFIG_ROOT,
     ConfigError,
@@ -17,7 +18,6 @@ from jaxtrain.config.settings import (
     Axis,
     CheckpointConfig,
     ClusterConfig,
-    DataConfig,
     EvalConfig,
     MeshConfig,
     ModelConfig,
@@ -28,14 +28,12 @@ from jaxtrain.config.settings import (
     RopeConfig,
     RulesConfig,
     RunConfig,
-    SourceConfig,
-    TokenizerConfig,
     TrainConfig,
 )
 
 __all__ = [
     "AXES", "CONFIG_ROOT", "Axes", "Axis", "CheckpointConfig", "ClusterConfig", "ConfigError", "DataConfig",
-    "EvalConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimizerConfig", "PrecisionConfig", "RematConfig",
-    "RopeConfig", "RulesConfig", "RunConfig", "SourceConfig", "TokenizerConfig", "TrainConfig", "diff_configs",
-    "dump_config", "load_config", "nearest", "replace", "to_tree", "validate",
+    "EvalConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig",
+    "PrecisionConfig", "RematConfig", "RopeConfig", "RulesConfig", "RunConfig", "SourceConfig", "TokenizerConfig",
+    "TrainConfig", "diff_configs", "dump_config", "load_config", "nearest", "replace", "to_tree", "validate",
 ]  # fmt: skip

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+
+from jaxtrain.config.data import DataConfig
+from jaxtrain.config.section import Section
 
 Axis = Literal["data", "pipe", "tensor", "seq", "expert"]
 AXES: tuple[Axis, ...] = ("data", "pipe", "tensor", "seq", "expert")
 Axes = Axis | list[Axis] | None
-
-
-class Section(BaseModel):
-    """A frozen group of settings; an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 
 
 class RopeConfig(Section):
@@ -213,49 +210,6 @@ class RulesConfig(Section):
     """Findings accepted on purpose, as 'kind:parameter-or-name' globs; the error prints the entry to add."""
 
 
-class SourceConfig(Section):
-    """One corpus; further kinds of source enter here."""
-
-    text: str
-    """Folder or file of UTF-8 text; every file is a document. 'stdlib' is Python's own source on this machine."""
-    include: list[str] = ["*"]
-    """File-name globs read from a folder, recursively."""
-    exclude: list[str] = []
-    """File-name globs left out."""
-    max_documents: PositiveInt | None = None
-    """Use only so many documents, in order of path."""
-
-
-class TokenizerConfig(Section):
-    """Which tokenizer, or how large a one to train."""
-
-    path: str | None = None
-    """A Hugging Face tokenizer.json; null trains a byte-level BPE on the sources."""
-    vocab_size: PositiveInt = 4096
-    """Entries of a trained tokenizer."""
-
-
-class DataConfig(Section):
-    """Corpus to batches."""
-
-    sources: list[SourceConfig] = Field([SourceConfig(text="stdlib", include=["*.py"])], min_length=1)
-    """What to read."""
-    tokenizer: TokenizerConfig = TokenizerConfig()
-    """Tokenizer."""
-    length: PositiveInt = 256
-    """Tokens of a packed row."""
-    packing_bins: PositiveInt = 32
-    """Rows a shard keeps open for first-fit."""
-    virtual_shards: PositiveInt | None = None
-    """Slices of the corpus, fixed for a run's life; null is the largest divisor of the global batch up to 64."""
-    shuffle: bool = True
-    """Shuffle documents anew each epoch."""
-    held_out: float = Field(0.05, ge=0, lt=1)
-    """Share of documents, chosen by a hash of their name, kept for evaluation."""
-    cache: str = "~/.cache/jaxtrain"
-    """Where tokenized corpora and trained tokenizers are kept."""
-
-
 class TrainConfig(Section):
     """The run's length and its batch."""
 
@@ -416,11 +370,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         model, data, tokenizer = self.model, self.data, self.data.tokenizer
-        if model.positions == "learned" and data.length > model.max_length:
-            raise ValueError(
-                f"data.length {data.length} exceeds model.max_length {model.max_length}, "
-                "the rows of learned positions: shorten data.length or enlarge model.max_length"
-            )
+        for name, length in data.lengths:
+            if model.positions == "learned" and length > model.max_length:
+                raise ValueError(
+                    f"{name} {length} exceeds model.max_length {model.max_length}, "
+                    f"the rows of learned positions: shorten {name} or enlarge model.max_length"
+                )
         if tokenizer.path is None and tokenizer.vocab_size > model.vocab_size:
             raise ValueError(
                 f"data.tokenizer.vocab_size {tokenizer.vocab_size} exceeds model.vocab_size {model.vocab_size}: "

@@ -2,10 +2,19 @@
 
 from jaxtrain.data.corpus import Corpus, Documents, prepare
 from jaxtrain.data.packing import FIELDS, IGNORE, Batch, fill_rate
-from jaxtrain.data.stream import Stream, held_out_batches, resolve_virtual_shards, shards_of_rows
+from jaxtrain.data.phases import Phase, phase_at, phases_of
+from jaxtrain.data.stream import (
+    Stream,
+    held_out_batches,
+    open_stream,
+    resolve_virtual_shards,
+    shards_of_rows,
+    tokens_read,
+)
 from jaxtrain.data.tokenizer import TextTokenizer
 
 __all__ = [
-    "FIELDS", "IGNORE", "Batch", "Corpus", "Documents", "Stream", "TextTokenizer", "fill_rate", "held_out_batches",
-    "prepare", "resolve_virtual_shards", "shards_of_rows",
+    "FIELDS", "IGNORE", "Batch", "Corpus", "Documents", "Phase", "Stream", "TextTokenizer", "fill_rate",
+    "held_out_batches", "open_stream", "phase_at", "phases_of", "prepare", "resolve_virtual_shards", "shards_of_rows",
+    "tokens_read",
 ]  # fmt: skip

@@ -1,67 +1,52 @@
-"""Sources and tokenizer -> a corpus: one flat file of tokens, cut into documents, split into train and held out."""
+"""Sources and tokenizer -> a corpus: flat tokens, cut into documents, split into train and held out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config import ConfigError, DataConfig, RunConfig
 from jaxtrain.data.cache import build_once
-from jaxtrain.data.sources import Document, Listing, is_held_out, list_documents
+from jaxtrain.data.documents import Documents, Flat, Names, join
+from jaxtrain.data.files import fingerprint
+from jaxtrain.data.readers import Bad, Ids, Record
+from jaxtrain.data.sources import Listing, Tally, list_source, refuse_or_count, texts_of, training_texts
+from jaxtrain.data.tokenfiles import TOKENIZER, Sidecar, TokenFile, open_token_file, read_sidecar
 from jaxtrain.data.tokenizer import TextTokenizer, prepare_tokenizer
 
-FORMAT = "tokens-1"
+__all__ = ["Corpus", "Documents", "Flat", "encode_records", "prepare", "tokenizer_of"]
+
+FORMAT = "tokens-2"
 ENCODE_BYTES = 4 * 2**20
-
-
-@dataclass(frozen=True)
-class Documents:
-    """A random-access view of tokenized documents: document i is tokens[starts[i]:stops[i]], opened and closed."""
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
-    names: tuple[str, ...]
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Token ids (int32) of one document."""
-        return self.tokens[self.starts[index] : self.stops[index]].astype(np.int32)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document (int64)."""
-        return self.stops - self.starts
-
-    @property
-    def count(self) -> int:
-        """Tokens of all documents."""
-        return int(self.lengths.sum())
-
-    def select(self, indices: np.ndarray) -> Documents:
-        """The documents at these indices."""
-        return Documents(
-            self.tokens, self.starts[indices], self.stops[indices], tuple(self.names[i] for i in indices.tolist())
-        )
+# Merges hardly change beyond this much text.
+SAMPLE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads: tokenizer, the two splits, and the fingerprint of files and tokenizer together."""
+    """What a run reads: tokenizer, the two splits, and the fingerprint of files and tokenizer together.
+
+    `bytes` of text became `text_tokens` (0 where only token ids were read); `skipped` records could not be read, the
+    first `reasons` say why.
+    """
 
     tokenizer: TextTokenizer
     train: Documents
     held_out: Documents
     fingerprint: str
     bytes: int
+    text_tokens: int
     empty: int
+    skipped: int = 0
+    reasons: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -75,98 +60,244 @@ class Corpus:
 
     def describe(self) -> dict[str, int | float | str]:
         """Rows of a summary table: documents, tokens, bytes a token, vocabulary, fingerprint."""
+        ratio = {"bytes a token": round(self.bytes / self.text_tokens, 3)} if self.text_tokens else {}
         return {
             "documents": len(self.train) + len(self.held_out),
             "held-out documents": len(self.held_out),
-            "empty files left out": self.empty,
+            "empty documents left out": self.empty,
+            "unreadable records skipped": self.skipped,
             "train tokens": self.train.count,
             "held-out tokens": self.held_out.count,
-            "bytes a token": round(self.bytes / self.tokens, 3),
+            **ratio,
             "vocabulary": self.tokenizer.vocab_size,
             "fingerprint": self.fingerprint,
         }
 
 
-def prepare(config: RunConfig) -> Corpus:
-    """Tokenize the sources of a run, or find them tokenized in data.cache.
+@dataclass(frozen=True)
+class _Part:
+    """One source, tokenized or mapped."""
 
-    Raises ConfigError: a source is missing, empty or binary; the tokenizer is unreadable or too large for the model;
-    the cache cannot be written; data.held_out leaves no document to train on. An empty held-out split is the caller's
-    to judge.
+    documents: Documents
+    fingerprint: str
+    tally: Tally
+    text_tokens: int
+
+
+def prepare(config: RunConfig) -> Corpus:
+    """Map token files; tokenize the other sources of a run, or find them tokenized in data.cache.
+
+    Raises ConfigError: a source is missing, empty or unreadable; the tokenizer is unreadable, too large for the model
+    or another than the one that wrote token shards; the cache cannot be written; data.held_out leaves no document to
+    train on. An empty held-out split is the caller's to judge.
     """
-    cache = Path(config.data.cache).expanduser()
-    listing = list_documents(config.data.sources)
-    _check_split(listing, config.data.held_out)
-    with _progress(config.observe.progress) as progress:
+    data, cache = config.data, cache_of(config.data)
+    listings = list_sources(data, cache)
+    with progress_bar(config.observe.progress) as progress:
         waiting = progress.add_task("tokenizer", total=None)
-        tokenizer = prepare_tokenizer(config, listing.documents, cache)
+        tokenizer = tokenizer_of(config, listings, cache)
         progress.remove_task(waiting)
-        key = listing.digest(tokenizer.fingerprint, FORMAT)
-        folder = build_once(
-            cache / "corpora" / key, lambda path: _tokenize(path, listing.documents, tokenizer, progress)
+        parts = [
+            _mapped(listing, tokenizer, cache)
+            if listing.source.kind == "tokens"
+            else _tokenized(data, listing, tokenizer, cache, progress)
+            for listing in listings
+        ]
+    documents = join([part.documents for part in parts])
+    assert isinstance(documents.names, Names)
+    held_out = documents.names.held_out(data.held_out)
+    if held_out.all():
+        raise ConfigError(
+            f"data.held_out is {data.held_out}: it takes all {len(documents)} documents of data.sources and leaves "
+            "none to train on: lower it, or bring more documents"
         )
-    documents = _open(folder, listing, tokenizer)
-    held_out = np.array([is_held_out(d.name, config.data.held_out) for d in listing.documents])
     return Corpus(
         tokenizer=tokenizer,
         train=documents.select(np.flatnonzero(~held_out)),
         held_out=documents.select(np.flatnonzero(held_out)),
-        fingerprint=key,
-        bytes=listing.bytes,
-        empty=listing.empty,
+        fingerprint=parts[0].fingerprint if len(parts) == 1 else fingerprint(part.fingerprint for part in parts),
+        bytes=sum(part.tally.bytes for part in parts),
+        text_tokens=sum(part.text_tokens for part in parts),
+        empty=sum(part.tally.empty for part in parts),
+        skipped=sum(part.tally.skipped for part in parts),
+        reasons=tuple(chain.from_iterable(part.tally.reasons for part in parts)),
     )
 
 
-def _check_split(listing: Listing, share: float) -> None:
-    if all(is_held_out(d.name, share) for d in listing.documents):
+def cache_of(data: DataConfig) -> Path:
+    """The folder data.cache."""
+    return Path(data.cache).expanduser()
+
+
+def list_sources(data: DataConfig, cache: Path) -> list[Listing]:
+    """The files of every source; raises ConfigError as `list_source` does."""
+    return [
+        list_source(source, f"data.sources[{index}]", cache, data.on_bad_record)
+        for index, source in enumerate(data.sources)
+    ]
+
+
+def tokenizer_of(config: RunConfig, listings: Sequence[Listing], cache: Path) -> TextTokenizer:
+    """data.tokenizer.path, the tokenizer beside token shards, or one trained on the sources' texts.
+
+    Raises ConfigError when token shards were written with another one.
+    """
+    data = config.data
+    sidecars = {folder: sidecar for listing in listings for folder, sidecar in sidecars_of(listing)}
+    beside = next(iter(sidecars), None)
+    readable = [listing for listing in listings if listing.source.kind != "tokens" and not sidecars_of(listing)]
+    if data.tokenizer.path is None and beside is None and not readable:
         raise ConfigError(
-            f"data.held_out is {share}: it takes all {len(listing.documents)} documents of data.sources and leaves "
-            "none to train on: lower it, or bring more files"
+            f"data.sources are token ids ({data.sources[0].path}) and nothing beside them says of which tokenizer: "
+            "set data.tokenizer.path"
         )
+    key, texts = training_texts(readable, data.held_out, data.on_bad_record, cache, SAMPLE_BYTES)
+    tokenizer = prepare_tokenizer(config, beside / TOKENIZER if beside else None, key, texts, cache)
+    for folder, sidecar in sidecars.items():
+        if sidecar.tokenizer != tokenizer.fingerprint:
+            raise ConfigError(
+                f"the token shards in {folder} were written with tokenizer {sidecar.tokenizer[:12]}, "
+                f"data.tokenizer.path {data.tokenizer.path} is {tokenizer.fingerprint[:12]}: "
+                f"set data.tokenizer.path: {folder / TOKENIZER}, or tokenize again"
+            )
+    return tokenizer
 
 
-def _tokenize(folder: Path, documents: Sequence[Document], tokenizer: TextTokenizer, progress: Progress) -> None:
-    """Write tokens.bin (flat, little-endian) and offsets.npy (int64, one more than there are documents)."""
+def sidecars_of(listing: Listing) -> list[tuple[Path, Sidecar]]:
+    """Folders of token shards that a source reads, each with its sidecar."""
+    if listing.source.kind not in ("tokens", "arrayrecord"):
+        return []
+    folders = dict.fromkeys(Path(file.url).parent for file in listing.files if not file.remote)
+    return [(folder, sidecar) for folder in folders if (sidecar := read_sidecar(str(folder)))]
+
+
+def _mapped(listing: Listing, tokenizer: TextTokenizer, cache: Path) -> _Part:
+    """Token files as they lie."""
+    source = listing.source
+    opened = [open_token_file(file, source, tokenizer.eos, tokenizer.vocab_size, cache) for file in listing.files]
+    names = Names(
+        [file.name for file in listing.files],
+        np.repeat(np.arange(len(opened), dtype=np.int32), [len(file.starts) for file in opened]),
+        np.concatenate([np.arange(len(file.starts)) for file in opened]),
+    )
+    whole = _joined(opened, names)
+    if source.max_documents is not None:
+        whole = whole.select(np.arange(min(source.max_documents, len(whole))))
+    key = fingerprint((file.fingerprint for file in opened), tokenizer.fingerprint, str(source.max_documents))
+    sidecars = [sidecar for _, sidecar in sidecars_of(listing)]
+    shards = [shard for sidecar in sidecars for shard in sidecar.shards]
+    tally = Tally(len(whole), sum(shard.bytes for shard in shards))
+    return _Part(whole, key, tally, sum(shard.tokens for shard in shards if shard.bytes))
+
+
+def _joined(opened: Sequence[TokenFile], names: Names) -> Documents:
+    whole = join([Documents(file.tokens, file.starts, file.stops, names, file.scored) for file in opened], names)
+    return Documents(whole.tokens, whole.starts, whole.stops, names, whole.scored)
+
+
+def _tokenized(data: DataConfig, listing: Listing, tokenizer: TextTokenizer, cache: Path, progress: Progress) -> _Part:
+    """A source of anything else, tokenized once."""
+    key = listing.digest(tokenizer.fingerprint, FORMAT, data.on_bad_record)
+    folder = build_once(
+        cache / "corpora" / key, lambda path: _tokenize(path, data, listing, tokenizer, cache, progress)
+    )
+    return _open(folder, listing, tokenizer, key)
+
+
+def _tokenize(
+    folder: Path, data: DataConfig, listing: Listing, tokenizer: TextTokenizer, cache: Path, progress: Progress
+) -> None:
+    """Write the documents of a source.
+
+    tokens.bin (flat, little-endian), offsets.npy (int64, one more than there are documents), places.npy (int64
+    [documents, 2]: file and number in it), tally.json and, where something is masked, scored.bin (a byte a token).
+    """
     folder.mkdir()
-    dtype = _token_dtype(tokenizer)
-    offsets = [0]
-    task = progress.add_task("tokenizing", total=sum(d.size for d in documents))
-    with (folder / "tokens.bin").open("wb") as file:
-        for chunk in _chunks(documents):
-            for ids in tokenizer.encode_documents([d.read() for d in chunk]):
-                np.asarray(ids, dtype).tofile(file)
-                offsets.append(offsets[-1] + len(ids))
-            progress.advance(task, sum(d.size for d in chunk))
-    np.save(folder / "offsets.npy", np.asarray(offsets, "<i8"))
+    dtype = _cached_dtype(tokenizer)
+    tally = Tally()
+    offsets, places = array("q", [0]), array("q")
+    numbers = {file.name: number for number, file in enumerate(listing.files)}
+    masked = False
+    task = progress.add_task(f"tokenizing {listing.where}", total=listing.bytes)
+    records = listing.records(listing.spans(), data.on_bad_record, tally, cache)
+    with (folder / "tokens.bin").open("wb") as file, (folder / "scored.bin").open("wb") as mask:
+        for record, ids, scored in encode_records(records, tokenizer, listing.where, data.on_bad_record, tally):
+            ids.astype(dtype).tofile(file)
+            (np.ones(len(ids), bool) if scored is None else scored).tofile(mask)
+            masked |= scored is not None
+            offsets.append(offsets[-1] + len(ids))
+            places.extend((numbers[record.file.name], -1 if record.index is None else record.index))
+            progress.update(task, completed=tally.bytes)
+    if not tally.documents:
+        raise ConfigError(
+            f"{listing.where}.{listing.source.kind} is {listing.source.path!r}: its {len(listing.files)} files hold no "
+            f"document ({tally.empty} empty, {tally.skipped} unreadable): bring text"
+        )
+    if not masked:
+        (folder / "scored.bin").unlink()
+    np.save(folder / "offsets.npy", np.frombuffer(offsets, np.int64))
+    np.save(folder / "places.npy", np.frombuffer(places, np.int64).reshape(-1, 2))
+    (folder / "tally.json").write_text(json.dumps(asdict(tally)))
 
 
-def _open(folder: Path, listing: Listing, tokenizer: TextTokenizer) -> Documents:
-    dtype = _token_dtype(tokenizer)
+def encode_records(
+    records: Iterable[Record], tokenizer: TextTokenizer, where: str, on_bad: str, tally: Tally
+) -> Iterator[tuple[Record, np.ndarray, np.ndarray | None]]:
+    """Each record with its token ids and flags of what is scored (None: all); a few MB of text are encoded at once.
+
+    Counts documents and bytes in `tally`; an id beyond the vocabulary is a bad record.
+    """
+    for chunk in _chunks(records):
+        encoded = tokenizer.encode_contents([record.content for record in chunk])
+        for record, (ids, scored) in zip(chunk, encoded, strict=True):
+            if isinstance(record.content, Ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+                at = int(np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))[0])
+                message = (
+                    f"{record.file.url}, document {record.index}: token id {ids[at]} at token {at} is beyond the "
+                    f"tokenizer's vocabulary of {tokenizer.vocab_size} (data.tokenizer.path)"
+                )
+                refuse_or_count(Bad(record.file, message), where, on_bad, tally)
+                continue
+            tally.documents += 1
+            tally.bytes += sum(len(text.encode()) for text in texts_of(record.content))
+            yield record, ids, scored
+
+
+def _open(folder: Path, listing: Listing, tokenizer: TextTokenizer, key: str) -> _Part:
+    dtype = _cached_dtype(tokenizer)
     try:
-        offsets = np.load(folder / "offsets.npy")
+        offsets, places = np.load(folder / "offsets.npy"), np.load(folder / "places.npy")
+        tally = Tally(**json.loads((folder / "tally.json").read_text())).plus(listing.tally)
         # np.asarray: the memmap subclass costs microseconds a slice, its base maps the same pages.
         tokens = np.asarray(np.memmap(folder / "tokens.bin", dtype, mode="r"))
-    except (OSError, ValueError, EOFError) as error:
+        mask = folder / "scored.bin"
+        scored = np.asarray(np.memmap(mask, np.bool_, mode="r")) if mask.exists() else None
+    except (OSError, ValueError, EOFError, TypeError) as error:
         raise ConfigError(f"data.cache: {folder} is damaged ({error}): remove it, it is built again") from None
-    if len(offsets) != len(listing.documents) + 1 or offsets[-1] != len(tokens):
+    if (
+        len({offsets[-1], len(tokens), len(tokens if scored is None else scored)}) > 1
+        or len(offsets) != len(places) + 1
+    ):
         raise ConfigError(
             f"data.cache: {folder} is damaged ({len(tokens)} tokens where {offsets[-1]} were written): "
             "remove it, it is built again"
         )
-    return Documents(tokens, offsets[:-1], offsets[1:], tuple(d.name for d in listing.documents))
+    names = Names([file.name for file in listing.files], places[:, 0].astype(np.int32), places[:, 1])
+    documents = Documents(tokens, offsets[:-1], offsets[1:], names, scored)
+    return _Part(documents, key, tally, len(tokens) if tally.bytes else 0)
 
 
-def _token_dtype(tokenizer: TextTokenizer) -> np.dtype:
+def _cached_dtype(tokenizer: TextTokenizer) -> np.dtype:
     return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
-def _chunks(documents: Sequence[Document]) -> Iterator[list[Document]]:
-    """Runs of documents of a few MB: enough to keep the encoder's threads busy, little enough for memory."""
-    chunk: list[Document] = []
+def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Runs of records of a few MB: enough to keep the encoder's threads busy, little enough for memory."""
+    chunk: list[Record] = []
     size = 0
-    for document in documents:
-        chunk.append(document)
-        size += document.size
+    for record in records:
+        chunk.append(record)
+        size += sum(map(len, texts_of(record.content))) or len(record.content)
         if size >= ENCODE_BYTES:
             yield chunk
             chunk, size = [], 0
@@ -174,6 +305,7 @@ def _chunks(documents: Sequence[Document]) -> Iterator[list[Document]]:
         yield chunk
 
 
-def _progress(wanted: bool) -> Progress:
+def progress_bar(wanted: bool) -> Progress:
+    """A bar on stderr that vanishes when it is done; none where stderr is no terminal."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not (wanted and console.is_terminal))

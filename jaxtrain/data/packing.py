@@ -1,73 +1,76 @@
-"""Documents -> packed rows: pieces of at most L tokens, laid first-fit into rows of length L.
+"""Pieces -> packed rows: one table of packers, rows planned from sizes alone and filled when they are given out.
 
-A document of n tokens has n - 1 targets, and each is scored exactly once an epoch: its inputs are cut every L tokens,
-and a piece carries its own labels, so the last input of a piece still has the next piece's first token as its label.
-A piece that does not open its document starts at position 0 like any other and sees nothing of the pieces before it.
-
-Rows are planned from sizes alone and filled when they are given out, so a place in the stream is two numbers, and
-going there costs one plan: for 64 shards of 64 rows of 4,096 tokens 0.3 s, where packing the tokens took 1.5 s.
+A span that does not open its document starts at position 0 like any other and sees nothing of what came before it.
+A place in the stream is three numbers, and going there costs one plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import count, takewhile
 from typing import Any
 
-import grain
 import numpy as np
 
 from jaxtrain.data.corpus import Documents
+from jaxtrain.data.mixing import Draws, Mixture
 
 IGNORE = -1
 """Label of a position that is not scored."""
 
 Batch = dict[str, np.ndarray]
 """int32 [rows, L] for each of FIELDS: inputs (0 where padded), the next token of the same document (IGNORE where
-padded), 1, 2, ... for the pieces of a row (0 where padded), 0, 1, ... within the piece (0 where padded)."""
-Place = dict[str, int]
-PLAN_BINS = 4  # bounds a plan of many full rows; they leave room for others to fill up, so more is less padding
+padded or not scored), 1, 2, ... for the spans of a row (0 where padded), 0, 1, ... within the span (0 where padded)."""
+Span = tuple[int, int, int]
+"""A run of inputs: its source, its first place in the flat tokens, its size."""
+Place = dict[str, Any]
 FIELDS = ("tokens", "labels", "segments", "positions")
+PLAN_BINS = 4  # bounds a plan of many full rows; they leave room for others to fill up, so more is less padding
+BLOCK = 256
 
-
-@dataclass(frozen=True)
-class Pieces:
-    """The pieces of all documents, in order: piece i has sizes[i] <= L inputs and as many labels."""
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    sizes: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-
-def cut(documents: Documents, length: int) -> Pieces:
-    """Cut documents into pieces of at most `length` inputs; a document of n tokens gives ceil((n - 1) / length)."""
-    targets = documents.lengths - 1
-    counts = -(-targets // length)
-    first = np.cumsum(counts) - counts
-    within = (np.arange(counts.sum()) - np.repeat(first, counts)) * length
-    return Pieces(
-        documents.tokens,
-        np.repeat(documents.starts, counts) + within,
-        np.minimum(np.repeat(targets, counts) - within, length),
-    )
+Layer = Callable[[Iterable[int], int, int], list[list[int]]]
 
 
 def first_fit(sizes: Iterable[int], length: int, bins: int) -> list[list[int]]:
-    """Lay sizes, in order, each into the first row with room; a full row makes place for a new one.
+    """Lay sizes, in order, each into the first open row with room; a full row makes place for a new one.
 
     Stops where a size fits into none of `bins` open rows, or PLAN_BINS * bins rows are laid. Returns the rows, each as
-    the ordinals of its sizes: together 0, 1, ... up to where it stopped.
+    the ordinals of its sizes: together 0, 1, ... up to where it stopped, as for every packer.
     """
+    return _fit(sizes, length, bins, lambda room, size: int(np.argmax(room >= size)))
+
+
+def best_fit(sizes: Iterable[int], length: int, bins: int) -> list[list[int]]:
+    """Like `first_fit`, each size into the open row in which it leaves the least room."""
+    return _fit(sizes, length, bins, lambda room, size: int(np.argmin(np.where(room >= size, room, length + 1))))
+
+
+def next_fit(sizes: Iterable[int], length: int, bins: int) -> list[list[int]]:
+    """Lay sizes, in order, into the last row; where they are cut at row ends every row but the last is full."""
+    rows: list[list[int]] = []
+    room = 0
+    for ordinal, size in enumerate(sizes):
+        if room < size:
+            if len(rows) == PLAN_BINS * bins:
+                break
+            rows.append([])
+            room = length
+        rows[-1].append(ordinal)
+        room -= size
+    return rows
+
+
+def one_each(sizes: Iterable[int], length: int, bins: int) -> list[list[int]]:
+    """A row for each size."""
+    return [[ordinal] for ordinal, _ in zip(range(PLAN_BINS * bins), sizes, strict=False)]
+
+
+def _fit(sizes: Iterable[int], length: int, bins: int, choose: Callable[[np.ndarray, int], int]) -> list[list[int]]:
     rows: list[list[int]] = []
     room = np.zeros(PLAN_BINS * bins, np.int64)
     still_open = 0
     for ordinal, size in enumerate(sizes):
-        row = int(np.argmax(room >= size))
+        row = choose(room, size)
         if room[row] < size:
             if still_open == bins or len(rows) == len(room):
                 break
@@ -81,121 +84,162 @@ def first_fit(sizes: Iterable[int], length: int, bins: int) -> list[list[int]]:
     return rows
 
 
-def order_of(
-    pieces: int, *, seed: int, shuffle: bool, shard: int, shards: int, epochs: int | None
-) -> grain.MapDataset[int]:
-    """Piece numbers of one virtual shard: every `shards`-th of the endless run of epochs (or of `epochs` of them).
+@dataclass(frozen=True)
+class Packer:
+    """How rows are laid, and whether pieces are cut where a row ends (else only where they are longer than one)."""
 
-    The order is global and new in each epoch. Slicing after repeating keeps all shards in the same epoch, and none
-    empty, however few pieces there are. A mixture of sources enters here.
-    """
-    order = _Shuffled(pieces, seed) if shuffle else grain.MapDataset.range(pieces)
-    return order.repeat(epochs)[shard::shards]
+    lay: Layer
+    cuts_at_row_ends: bool = False
 
 
-class _Shuffled(grain.MapDataset[int]):
-    """0..pieces-1 in a new order each epoch.
-
-    Grain's own shuffle needs no table, but walks through 2^16 numbers to find one of few pieces (6 ms a read of two
-    pieces), and adds the epoch to the seed, so that seeds s and s + 1 share their orders.
-    """
-
-    def __init__(self, pieces: int, seed: int) -> None:
-        super().__init__()
-        self._pieces, self._seed = pieces, seed
-
-    def __len__(self) -> int:
-        return self._pieces
-
-    def __getitem__(self, index: Any) -> Any:
-        epoch, place = divmod(index, self._pieces)
-        return int(_permutation(self._pieces, self._seed, epoch)[place])
+PACKERS = {
+    "first_fit": Packer(first_fit),
+    "best_fit": Packer(best_fit),
+    "concat": Packer(next_fit, cuts_at_row_ends=True),
+    "none": Packer(one_each),
+}
 
 
-@lru_cache(maxsize=2)  # shards read on both sides of an epoch's border
-def _permutation(pieces: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(np.arange(pieces, dtype=np.int32))
+class Rows(Iterator[list[Span]]):
+    """Rows of one virtual shard at one length, each a list of spans; they end where the mixture does.
 
-
-class Rows(Iterator[list[int]]):
-    """Rows of one virtual shard, each the numbers of its pieces; endless without `epochs`.
-
-    `first_fit` plans some rows at a time; they are given out in shuffled order, or without `shuffle` as laid. The place
-    is (cursor, row): pieces in finished plans, and rows given out of the current one.
+    A plan lays some rows at a time; they are given out in shuffled order, or without `shuffle` as laid. Before the
+    mixture's draws, from number `base` on, come the `carried` spans of a phase of another length. The place is
+    (cursor, skip, row): items in finished plans, inputs of the next item that they hold, rows given of this plan.
     """
 
     def __init__(
         self,
-        pieces: Pieces,
+        mixture: Mixture,
         *,
         length: int,
-        bins: int,
-        seed: int,
-        shuffle: bool,
+        packing: str = "first_fit",
+        bins: int = 32,
+        shuffle: bool = True,
         shard: int = 0,
         shards: int = 1,
-        epochs: int | None = None,
+        carried: Sequence[Span] = (),
+        base: int = 0,
     ) -> None:
-        self._sizes, self._length, self._bins = pieces.sizes, length, bins
+        self._pieces, self._draws = mixture.pieces, Draws(mixture, shard, shards)
+        self._length, self._packer, self._bins = length, PACKERS[packing], bins
         self._shard, self._shuffle = shard, shuffle
-        self._order = order_of(len(pieces), seed=seed, shuffle=shuffle, shard=shard, shards=shards, epochs=epochs)
-        self._cursor, self._row = 0, 0
-        self._plan: list[list[int]] | None = None
+        self._carried, self._base = list(carried), base if carried else 0
+        self.cursor, self.skip, self.row = 0 if carried else base, 0, 0
+        self._plan: list[list[Span]] | None = None
+        self._after = (0, 0)
 
-    def __next__(self) -> list[int]:
+    @property
+    def carries(self) -> bool:
+        """Whether the place counts from carried spans, so that it means nothing without the phase before."""
+        return bool(self._carried)
+
+    def __next__(self) -> list[Span]:
         plan = self._planned() if self._plan is None else self._plan
-        if self._row == len(plan):
-            self._cursor, self._row = self._cursor + sum(map(len, plan)), 0
+        if self.row == len(plan):
+            (self.cursor, self.skip), self.row = self._after, 0
             plan = self._planned()
         self._plan = plan
         if not plan:
             raise StopIteration
-        self._row += 1
-        return plan[self._row - 1]
+        self.row += 1
+        return plan[self.row - 1]
 
-    def get_state(self) -> Place:
-        """The place, JSON."""
-        return {"cursor": self._cursor, "row": self._row}
-
-    def set_state(self, place: Place) -> None:
+    def go(self, cursor: int, skip: int, row: int) -> None:
         """Go to a place."""
-        self._cursor, self._row, self._plan = place["cursor"], place["row"], None
+        self.cursor, self.skip, self.row, self._plan = cursor, skip, row, None
 
-    def _planned(self) -> list[list[int]]:
-        taken: list[int] = []
+    def rest(self) -> tuple[list[Span], int]:
+        """What this phase leaves to the next: spans not given out, and the number of the draw that follows them."""
+        plan = self._planned() if self._plan is None else self._plan
+        left = [span for row in plan[self.row :] for span in row]
+        cursor, skip = self._after
+        if skip:
+            source, start, size = self._items(cursor)[0]
+            left.append((source, start + skip, size - skip))
+            cursor += 1
+        carried = self._carried[cursor:]
+        return left + carried, self._base + max(cursor - len(self._carried), 0)
+
+    def _planned(self) -> list[list[Span]]:
+        if self._carried and self.cursor >= len(self._carried):
+            self.cursor, self._base, self._carried = self._base + self.cursor - len(self._carried), 0, []
+        items: list[Span] = []
+        spans: list[Span] = []
 
         def sizes() -> Iterator[int]:
-            for at in takewhile(lambda at: at < len(self._order), count(self._cursor)):
-                taken.append(int(self._order[at]))
-                yield self._sizes[taken[-1]]
+            for span in _cut(self._from(self.cursor, items), self.skip, self._length, self._packer.cuts_at_row_ends):
+                spans.append(span)
+                yield span[2]
 
-        rows = first_fit(sizes(), self._length, self._bins)
-        laid = [[taken[ordinal] for ordinal in row] for row in rows]
+        laid = self._packer.lay(sizes(), self._length, self._bins)
+        self._after = self._behind(items, sum(map(len, laid)), spans)
+        rows = [[spans[ordinal] for ordinal in row] for row in laid]
         if not self._shuffle:
-            return laid
+            return rows
         # Early rows of a plan are fuller than late ones, and all shards begin their plans together: given out as
         # laid, whole updates would be fuller than others.
-        return [laid[row] for row in np.random.default_rng([self._shard, self._cursor]).permutation(len(laid))]
+        order = np.random.default_rng([self._shard, self.cursor, self.skip]).permutation(len(rows))
+        return [rows[row] for row in order]
+
+    def _behind(self, items: Sequence[Span], laid: int, spans: Sequence[Span]) -> tuple[int, int]:
+        """Cursor and skip after the first `laid` spans."""
+        cursor, inputs = self.cursor, self.skip + sum(size for _, _, size in spans[:laid])
+        for _, _, size in items:
+            if inputs < size:
+                break
+            cursor, inputs = cursor + 1, inputs - size
+        return cursor, inputs
+
+    def _from(self, cursor: int, seen: list[Span]) -> Iterator[Span]:
+        while items := self._items(cursor):
+            for item in items:
+                seen.append(item)
+                yield item
+            cursor += len(items)
+
+    def _items(self, cursor: int) -> list[Span]:
+        if cursor < len(self._carried):
+            return self._carried[cursor:]
+        pieces, table = self._draws.read(self._base + cursor - len(self._carried), BLOCK), self._pieces
+        columns = (table.source[pieces], table.starts[pieces], table.sizes[pieces])
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def fill(pieces: Pieces, rows: Sequence[Sequence[int]], length: int) -> Batch:
-    """Write the pieces of each row into a batch [len(rows), length]."""
+def _cut(items: Iterable[Span], skip: int, length: int, at_row_ends: bool) -> Iterator[Span]:
+    """Cut items to what a row takes, without the first `skip` inputs."""
+    room = length
+    for source, start, size in items:
+        start, size, skip = start + skip, size - skip, 0
+        while size:
+            step = min(size, room)
+            yield source, start, step
+            start, size = start + step, size - step
+            if at_row_ends:
+                room = room - step or length
+
+
+def fill(documents: Documents, rows: Sequence[Sequence[Span]], length: int) -> Batch:
+    """Write the spans of each row into a batch [len(rows), length]."""
     batch = {field: np.zeros((len(rows), length), np.int32) for field in FIELDS}
     batch["labels"][:] = IGNORE
+    tokens, labels, segments, positions = (batch[field] for field in FIELDS)
     places = np.arange(length, dtype=np.int32)
-    for row, members in enumerate(rows):
+    for row, spans in enumerate(rows):
         lo = 0
-        for segment, piece in enumerate(members, 1):
-            start, size = pieces.starts[piece], pieces.sizes[piece]
+        for segment, (_, start, size) in enumerate(spans, 1):
             hi = lo + size
-            batch["tokens"][row, lo:hi] = pieces.tokens[start : start + size]
-            batch["labels"][row, lo:hi] = pieces.tokens[start + 1 : start + size + 1]
-            batch["segments"][row, lo:hi] = segment
-            batch["positions"][row, lo:hi] = places[:size]
+            run = documents.tokens[start : start + size + 1]
+            tokens[row, lo:hi] = run[:-1]
+            labels[row, lo:hi] = run[1:]
+            segments[row, lo:hi] = segment
+            positions[row, lo:hi] = places[:size]
+            if documents.scored is not None:
+                labels[row, lo:hi][~documents.scored[start + 1 : start + size + 1]] = IGNORE
             lo = hi
     return batch
 
 
 def fill_rate(batch: Batch) -> float:
-    """Scored positions / all positions of a batch."""
-    return float(np.mean(batch["labels"] != IGNORE))
+    """Positions that hold an input / all positions of a batch."""
+    return float(np.mean(batch["segments"] > 0))

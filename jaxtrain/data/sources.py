@@ -1,153 +1,322 @@
-"""Sources -> a listing of documents in a fixed order, checked to be text, each with a digest of its content.
-
-Every kind of source ends in the same `Document`; a further kind is one more function beside `_text_files`.
-"""
+"""Sources -> listings of files, each with a digest of its content, and their records in a fixed order."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from fnmatch import fnmatch
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from jaxtrain.config import ConfigError, SourceConfig
+from jaxtrain.data.cache import build_once
+from jaxtrain.data.files import File, digest_of, fingerprint, list_files, stat, unreadable
+from jaxtrain.data.readers import KINDS, Bad, Content, Item, Record, Span, read_text, whole
 
-# Parts of the standard library that are no prose of programs: other people's packages, fixtures, character tables.
-STDLIB_SKIPPED = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
-)
+FORMAT = "listing-1"
+TOKEN_SUFFIXES = (".bin",)
+# A file written this recently may be written again without its time moving.
+UNSETTLED_S = 2.0
+REASONS = 20
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text before it is tokenized: its name within the source (posix path), file, bytes, digest of the content."""
+@dataclass
+class Tally:
+    """Counts while records are read: documents, bytes of their text, empty and skipped ones, the first reasons."""
 
-    name: str
-    path: Path
-    size: int
-    digest: str
+    documents: int = 0
+    bytes: int = 0
+    empty: int = 0
+    skipped: int = 0
+    reasons: list[str] = field(default_factory=list)
 
-    def read(self) -> str:
-        """The text; raises ConfigError when the file changed since it was listed."""
-        data = self.path.read_bytes() if self.path.is_file() else b""
-        if _digest(data) != self.digest:
-            raise ConfigError(f"{self.path} changed while the corpus was being built: start again when it is at rest")
-        return data.decode("utf-8")
+    def skip(self, reason: str) -> None:
+        """Count a record that could not be read."""
+        self.skipped += 1
+        if len(self.reasons) < REASONS:
+            self.reasons.append(reason)
+
+    def plus(self, other: Tally) -> Tally:
+        """The counts of both."""
+        return Tally(
+            self.documents + other.documents,
+            self.bytes + other.bytes,
+            self.empty + other.empty,
+            self.skipped + other.skipped,
+            [*other.reasons, *self.reasons][:REASONS],
+        )
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The documents of all sources, and how many files held no text and were left out."""
+    """The files of one source, in order; those of text that are empty or unreadable are counted and left out."""
 
-    documents: tuple[Document, ...]
-    empty: int
+    where: str
+    source: SourceConfig
+    files: tuple[File, ...]
+    tally: Tally
 
     @property
     def bytes(self) -> int:
-        """Bytes of text in all documents."""
-        return sum(d.size for d in self.documents)
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
 
     def digest(self, *more: str) -> str:
-        """Fingerprint of the names, sizes and contents, and of anything else that matters."""
-        return fingerprint((f"{d.name}\0{d.size}\0{d.digest}" for d in self.documents), *more)
+        """Fingerprint of files and of every setting that changes what is read of them, and of anything else given."""
+        return fingerprint((f"{f.name}\0{f.size}\0{f.digest}" for f in self.files), _settings(self.source), *more)
+
+    def spans(self, size: int | None = None) -> Iterator[Span]:
+        """The files, whole (None) or cut into spans of about `size` bytes."""
+        split = KINDS[self.source.kind].split if self.source.kind in KINDS else whole
+        for file in self.files:
+            yield from split(file, size or max(file.size, 1))
+
+    def records(self, spans: Iterable[Span], on_bad: str, tally: Tally, cache: Path) -> Iterator[Record]:
+        """Records of spans that hold something, at most max_documents.
+
+        Raises ConfigError for a bad record when `on_bad` is "fail", and when a file changed since it was listed.
+        """
+        return islice(self._records(spans, on_bad, tally, cache), self.source.max_documents)
+
+    def _records(self, spans: Iterable[Span], on_bad: str, tally: Tally, cache: Path) -> Iterator[Record]:
+        for span in spans:
+            for item in KINDS[self.source.kind].read(span, self.source, cache):
+                if isinstance(item, Bad):
+                    refuse_or_count(item, self.where, on_bad, tally)
+                elif not _size(item.content):
+                    tally.empty += 1
+                else:
+                    yield item
+            now = stat(span.file.url, span.file.name)
+            if now is None or (now.size, now.stamp) != (span.file.size, span.file.stamp):
+                raise ConfigError(
+                    f"{span.file.url} changed while the corpus was being built: start again when it is at rest"
+                )
 
 
-def list_documents(sources: Sequence[SourceConfig]) -> Listing:
-    """List and check every document, source by source, by relative path; reads each file once.
+def refuse_or_count(bad: Bad, where: str, on_bad: str, tally: Tally) -> None:
+    """Raise ConfigError for a record that cannot be read, or count it."""
+    if on_bad == "fail":
+        raise ConfigError(
+            f"{where}: {bad.message}: mend that, leave the file out with {where}.exclude: [{bad.file.name!r}], or "
+            "leave such records out with data.on_bad_record: skip"
+        )
+    tally.skip(bad.message)
 
+
+def list_source(source: SourceConfig, where: str, cache: Path, on_bad: str = "fail") -> Listing:
+    """List the files of a source by relative path with digests of their content; text is checked to be text.
+
+    Files whose sizes and times are those of an earlier listing are not read again.
     Raises ConfigError naming setting, file and mend: path missing, nothing to read, binary or undecodable file.
     """
-    documents: list[Document] = []
-    empty = 0
-    for index, source in enumerate(sources):
-        where = f"data.sources[{index}]"
-        count = 0
-        for name, path in _text_files(source, where):
-            if count == source.max_documents:
-                break
-            data = _read_checked(path, name, where)
-            if data.strip():
-                documents.append(Document(name, path, len(data), _digest(data)))
-                count += 1
-            else:
-                empty += 1
-        if not count:
-            raise ConfigError(
-                f"{where}.text is {source.text!r}: no file with text matches include {source.include} "
-                f"and exclude {source.exclude} ({empty} empty): widen include, or name another folder"
-            )
-    return Listing(tuple(documents), empty)
+    suffixes = TOKEN_SUFFIXES if source.kind == "tokens" else KINDS[source.kind].suffixes
+    files = list_files(source, where, suffixes)
+    if source.kind == "hf":
+        _check_saved(source, where, files)
+    if source.kind == "tokens":
+        return Listing(where, source, tuple(files), Tally())
+    key = fingerprint((f"{f.name}\0{f.url}\0{f.size}\0{f.stamp}" for f in files), _settings(source), on_bad, FORMAT)
+    record = cache / "listings" / f"{key}.json"
+    if (found := _remembered(record)) is not None:
+        return replace(found, where=where, source=source)
+    listing = _digested(source, where, files, on_bad)
+    settled = all(f.remote or not f.stamp or time.time() - int(f.stamp) / 1e9 > UNSETTLED_S for f in files)
+    if settled:
+        tree = {"files": [asdict(file) for file in listing.files], "tally": asdict(listing.tally)}
+
+        def write(path: Path) -> None:
+            path.write_text(json.dumps(tree))
+
+        build_once(record, write)
+    return listing
+
+
+def record_name(file: str, index: int | None) -> str:
+    """A document's name: its file's path within the source and, where a file holds many, its number there."""
+    return file if index is None else f"{file}:{index}"
 
 
 def is_held_out(name: str, share: float) -> bool:
-    """Whether a document belongs to the held-out `share`, by a hash of its name alone: added files move no other."""
-    return (
-        int.from_bytes(hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest(), "big")
-        < share * 2**64
-    )
+    """Whether a document that is a file belongs to the held-out `share`, by a hash of its name alone."""
+    return _hash(name) < share * 2**64
 
 
-def fingerprint(parts: Iterable[str], *more: str) -> str:
-    """Hex digest (32 digits) of a sequence of strings."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in (*parts, *more):
-        digest.update(f"{len(part)}:{part}".encode(errors="surrogateescape"))
-    return digest.hexdigest()
+def records_held_out(file: str, indices: np.ndarray, share: float) -> np.ndarray:
+    """The same for numbered documents of a file (bool): numbers are hashed together, added files move no other."""
+    # splitmix64 (Steele, Lea and Flood 2014) of the number, begun at the name's hash.
+    z = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_hash(file))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))).astype(np.float64) < share * 2.0**64
 
 
-def _text_files(source: SourceConfig, where: str) -> Iterator[tuple[str, Path]]:
-    """(name, path) of a text source's files; hidden files and folders are not read."""
-    stdlib = source.text == "stdlib"
-    root = Path(sysconfig.get_paths()["stdlib"]) if stdlib else Path(source.text).expanduser()
-    if root.is_file():
-        yield root.name, root
-        return
-    if not root.is_dir():
-        raise ConfigError(f"{where}.text is {source.text!r}: there is no file or folder {root.absolute()}")
-    for name in sorted(_walk(root, STDLIB_SKIPPED if stdlib else frozenset())):
-        if _matches(name, source.include) and not _matches(name, source.exclude):
-            if stdlib and not name.endswith(".py"):
-                continue
-            yield name, root / name
+def held_out(file: str, index: int | None, share: float) -> bool:
+    """Whether one document belongs to the held-out share."""
+    if index is None:
+        return is_held_out(file, share)
+    return bool(records_held_out(file, np.array([index]), share)[0])
 
 
-def _walk(root: Path, skipped: frozenset[str]) -> Iterator[str]:
-    def refuse(error: OSError) -> None:
-        raise ConfigError(f"the folder {error.filename} cannot be read ({error.strerror}): make it readable")
+def training_texts(
+    listings: Sequence[Listing], share: float, on_bad: str, cache: Path, limit: int
+) -> tuple[str, Callable[[], Iterator[str]]]:
+    """A key and the texts, about `limit` bytes not held out, that a tokenizer is trained on.
 
-    for folder, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = [f for f in folders if f not in skipped and not f.startswith(".")]
-        relative = Path(folder).relative_to(root)
-        yield from ((relative / f).as_posix() for f in files if not f.startswith("."))
+    Files of text come in order of a hash of their content; of a file of records the first ones, from each its share.
+    """
+    total = sum(listing.bytes for listing in listings)
+    scale = limit / max(total, 1)
+    parts = [(listing, _sample(listing, share, listing.bytes * scale)) for listing in listings]
+    key = fingerprint([
+        *(file.digest for _, files in parts for file in files),
+        *(listing.digest(str(scale)) for listing in listings if listing.source.kind != "text"),
+    ])  # fmt: skip
+
+    def texts() -> Iterator[str]:
+        for listing, files in parts:
+            for file in files:
+                yield from _texts(listing, file, share, on_bad, cache, file.size * scale)
+
+    return key, texts
 
 
-def _matches(name: str, globs: Sequence[str]) -> bool:
-    """A glob is held against the file's name and against its path within the source."""
-    return any(fnmatch(name, glob) or fnmatch(name.rpartition("/")[2], glob) for glob in globs)
+def _settings(source: SourceConfig) -> str:
+    """Everything of a source that changes what is read of its files."""
+    elsewhere = {"weight", "epochs", "include", "exclude", source.kind}
+    return source.kind + json.dumps(source.model_dump(mode="json", exclude=elsewhere), sort_keys=True)
 
 
-def _read_checked(path: Path, name: str, where: str) -> bytes:
-    leave = f"leave it out with {where}.exclude: [{name!r}]"
-    try:
-        if path.exists() and not path.is_file():
-            raise ConfigError(f"{where}: {path} is no regular file: {leave}")
-        data = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{where}: {path} cannot be read ({error.strerror}): mend that, or {leave}") from None
-    if (at := data.find(0)) >= 0:
-        raise ConfigError(f"{where}: {path} is binary, not text (a zero byte at offset {at}): {leave}")
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as error:
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8).digest(), "big")
+
+
+def _sample(listing: Listing, share: float, budget: float) -> list[File]:
+    if listing.source.kind != "text":
+        return list(listing.files)
+    chosen = []
+    for file in sorted(listing.files, key=lambda file: file.digest):
+        if is_held_out(file.name, share):
+            continue
+        if budget <= 0:
+            break
+        budget -= file.size
+        chosen.append(file)
+    return chosen
+
+
+def _texts(listing: Listing, file: File, share: float, on_bad: str, cache: Path, budget: float) -> Iterator[str]:
+    spans = KINDS[listing.source.kind].split(file, max(file.size, 1))
+    for record in listing.records(spans, on_bad, Tally(), cache):
+        if held_out(file.name, record.index, share):
+            continue
+        texts = texts_of(record.content)
+        yield from texts
+        budget -= sum(map(len, texts))
+        if budget <= 0 and record.index is not None:
+            return
+
+
+def texts_of(content: Content) -> list[str]:
+    """The texts of a document: none of token ids."""
+    if isinstance(content, str):
+        return [content]
+    return [turn.text for turn in content] if isinstance(content, tuple) else []
+
+
+def _size(content: Content) -> int:
+    if isinstance(content, str):
+        return len(content) if content.strip() else 0
+    return len(content)
+
+
+def _digested(source: SourceConfig, where: str, files: Sequence[File], on_bad: str) -> Listing:
+    tally, kept = Tally(), list[File]()
+    for file in files:
+        if source.kind == "text" and len(kept) == source.max_documents:
+            break
+        if source.kind == "text":
+            data = _checked_text(file, where, on_bad, tally)
+            digest = hashlib.blake2b(data, digest_size=16).hexdigest() if data else ""
+        else:
+            digest = _checked_digest(source, file, where, on_bad, tally)
+        if digest:
+            kept.append(replace(file, digest=digest))
+    if not kept:
         raise ConfigError(
-            f"{where}: {path} is not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start}): "
-            f"convert it, or {leave}"
-        ) from None
-    return data
+            f"{where}.{source.kind} is {source.path!r}: no file with text matches include {source.include} "
+            f"and exclude {source.exclude} ({tally.empty} empty, {tally.skipped} unreadable): "
+            "widen include, or name another place"
+        )
+    return Listing(where, source, tuple(kept), tally)
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def _checked_text(file: File, where: str, on_bad: str, tally: Tally) -> bytes:
+    """The bytes of a file of text; none when it is empty or unreadable, which is counted."""
+    item: Item | None = next(read_text(Span(file, 0, file.size, 0, file.size)), None)
+    if isinstance(item, Record):
+        assert isinstance(item.content, str)
+        return item.content.encode()
+    if item is None:
+        tally.empty += 1
+    else:
+        refuse_or_count(item, where, on_bad, tally)
+    return b""
+
+
+def _checked_digest(source: SourceConfig, file: File, where: str, on_bad: str, tally: Tally) -> str:
+    """Digest of a file of records; none when it is empty or no file of its kind, which is counted."""
+    if not file.size:
+        tally.empty += 1
+        return ""
+    try:
+        # A file's spans are known from its table of contents: that it is whole is seen before anything is built.
+        list(KINDS[source.kind].split(file, file.size))
+        # Object storage tells versions apart, and reading it is dear.
+        return fingerprint([file.stamp]) if file.remote and file.stamp else digest_of(file)
+    except OSError as error:
+        refuse_or_count(Bad(file, f"{file.url} cannot be read ({unreadable(error)})"), where, on_bad, tally)
+    except ConfigError as error:
+        refuse_or_count(Bad(file, str(error)), where, on_bad, tally)
+    return ""
+
+
+def _remembered(record: Path) -> Listing | None:
+    """A listing of the same files, if one was written; a damaged one counts as none."""
+    try:
+        tree = json.loads(record.read_text())
+        files = tuple(File(**entry) for entry in tree["files"])
+        return Listing("", SourceConfig(text=""), files, Tally(**tree["tally"]))
+    except OSError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        record.unlink(missing_ok=True)
+        return None
+
+
+def _check_saved(source: SourceConfig, where: str, files: Sequence[File]) -> None:
+    """A folder saved by the datasets library lists its Arrow files in state.json; all must be there."""
+    root = source.path.rstrip("/")
+    try:
+        if (splits := stat(f"{root}/dataset_dict.json", "")) is not None:
+            names = json.loads(splits.read())["splits"]
+            raise ConfigError(
+                f"{where}.hf is {source.path!r}, which holds the splits {', '.join(names)}: "
+                f"name one of them, such as {root}/{names[0]}"
+            )
+        if (state := stat(f"{root}/state.json", "")) is None:
+            return
+        tree = json.loads(state.read())
+        expected = {entry["filename"] for entry in tree["_data_files"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{where}.hf: {root} is damaged ({unreadable(error)}): save it again") from None
+    if missing := sorted(expected - {file.name for file in files}):
+        raise ConfigError(f"{where}.hf: {root} lacks {', '.join(missing)}, which state.json lists: fetch it again")
+    if tree.get("_indices_data_files"):
+        raise ConfigError(f"{where}.hf: {root} is stored with a table of indices: flatten_indices() it and save again")

@@ -2,40 +2,49 @@
 
 The corpus is cut into V virtual shards, a number fixed by config for a run's life. Each has its own order, packer and
 place and gives global_batch / V rows an update; the global batch is their concatenation. A process owns a contiguous
-range of shards, so a run may change its number of processes at any restart.
+range of shards, so a run may change its number of processes at any restart. Where a schedule changes the length, each
+shard's rows that were planned and not given out are laid anew before the rest.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import islice
 
-from jaxtrain.config import ConfigError, DataConfig
+import numpy as np
+
+from jaxtrain.config import ConfigError, DataConfig, RunConfig
 from jaxtrain.data.corpus import Documents
-from jaxtrain.data.packing import Batch, Place, Rows, cut, fill
+from jaxtrain.data.mixing import Mixture
+from jaxtrain.data.packing import Batch, Place, Rows, Span, fill
+from jaxtrain.data.phases import Phase, phase_at, phases_of
+from jaxtrain.data.pieces import cut
 
 MAX_DEFAULT_SHARDS = 64
 PREFETCH = 2
 
 State = dict[str, Place]
-"""Shard number as text -> its place: JSON, about 30 bytes a shard."""
+"""Shard number as text -> its place: JSON, about 80 bytes a shard."""
 
 
-def resolve_virtual_shards(data: DataConfig, global_batch: int) -> int:
-    """The number of virtual shards; null is the largest divisor of `global_batch` up to 64.
+def resolve_virtual_shards(data: DataConfig, *global_batches: int) -> int:
+    """The number of virtual shards; null is the largest common divisor of the global batches up to 64.
 
-    Raises ConfigError when the configured number does not divide the global batch.
+    Raises ConfigError when the configured number does not divide a global batch.
     """
-    shards = data.virtual_shards
+    shards, common = data.virtual_shards, math.gcd(*global_batches)
     if shards is None:
-        return max(n for n in range(1, MAX_DEFAULT_SHARDS + 1) if global_batch % n == 0)
-    if global_batch % shards:
-        divisors = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+        return max(n for n in range(1, MAX_DEFAULT_SHARDS + 1) if common % n == 0)
+    if common % shards:
+        batch = next(batch for batch in global_batches if batch % shards)
+        divisors = [n for n in range(1, common + 1) if common % n == 0]
         raise ConfigError(
-            f"data.virtual_shards {shards} does not divide train.global_batch {global_batch} "
-            f"({global_batch} / {shards} = {global_batch / shards:.4g} rows a shard): use one of {divisors}"
+            f"data.virtual_shards {shards} does not divide train.global_batch {batch} "
+            f"({batch} / {shards} = {batch / shards:.4g} rows a shard): use one of {divisors}"
         )
     return shards
 
@@ -46,50 +55,73 @@ def shards_of_rows(lo: int, hi: int, global_batch: int, virtual_shards: int) -> 
     return range(lo // rows, -(-hi // rows))
 
 
-class Stream(Iterator[Batch]):
-    """Endless batches of the owned shards, int32 [len(shards) * global_batch / virtual_shards, length] a field.
+def open_stream(
+    documents: Documents, config: RunConfig, shards: range | None = None, prefetch: int = PREFETCH
+) -> Stream:
+    """The stream of a run over `documents`, of all virtual shards or those a process owns.
 
-    A thread prepares `prefetch` batches ahead; the state belongs to the batch last given out.
-    Raises ConfigError when the documents hold no target at all.
+    Raises ConfigError when a source has no target, or the virtual shards do not divide the global batches.
+    """
+    data, phases = config.data, phases_of(config.data, config.train)
+    return Stream(
+        documents,
+        phases=phases,
+        virtual_shards=resolve_virtual_shards(data, *(phase.global_batch for phase in phases)),
+        weights=[source.weight for source in data.sources],
+        epochs=[source.epochs for source in data.sources],
+        packing=data.packing,
+        long=data.long,
+        packing_bins=data.packing_bins,
+        seed=config.train.seed,
+        shuffle=data.shuffle,
+        shards=shards,
+        prefetch=prefetch,
+    )
+
+
+@dataclass
+class _Shard:
+    """Rows of the current phase, the place at which the phase before ended, inputs given so far by source."""
+
+    rows: Rows
+    phase: int
+    before: Place | None
+    read: list[int]
+
+
+class Stream(Iterator[Batch]):
+    """Batches of the owned shards, int32 [len(shards) * global_batch / virtual_shards, length] of the phase a field.
+
+    A thread prepares `prefetch` batches ahead; the state belongs to the batch last given out. `weights` and `epochs`
+    are those of each source. Raises ConfigError when a source holds no target at all, and from `next` when all
+    sources have had their epochs.
     """
 
     def __init__(
         self,
         documents: Documents,
         *,
-        length: int,
-        global_batch: int,
+        phases: Sequence[Phase],
         virtual_shards: int,
+        weights: Sequence[float] = (1.0,),
+        epochs: Sequence[float | None] = (None,),
+        packing: str = "first_fit",
+        long: str = "split",
         packing_bins: int = 32,
         seed: int = 0,
         shuffle: bool = True,
         shards: range | None = None,
         prefetch: int = PREFETCH,
     ) -> None:
-        assert global_batch % virtual_shards == 0, (global_batch, virtual_shards)
-        self.virtual_shards = virtual_shards
+        assert all(phase.global_batch % virtual_shards == 0 for phase in phases), (phases, virtual_shards)
+        self.virtual_shards, self.phases = virtual_shards, tuple(phases)
         self.shards = range(virtual_shards) if shards is None else shards
         assert self.shards and self.shards.step == 1 and self.shards.stop <= virtual_shards, self.shards
-        pieces = cut(documents, length)
-        if not len(pieces):
-            raise ConfigError(
-                f"data.sources give {len(documents)} documents to train on and none has a token to predict: "
-                "bring more text, or lower data.held_out"
-            )
-
-        self._pieces, self._length, self._share = pieces, length, global_batch // virtual_shards
-        self._rows = {
-            str(shard): Rows(
-                pieces,
-                length=length,
-                bins=packing_bins,
-                seed=seed,
-                shuffle=shuffle,
-                shard=shard,
-                shards=virtual_shards,
-            )
-            for shard in self.shards
-        }
+        self.pieces = cut(documents, max(phase.length for phase in phases), sources=len(weights), long=long)
+        self._mixture = Mixture(self.pieces, weights, epochs, seed=seed, shuffle=shuffle)
+        self._options = {"packing": packing, "bins": packing_bins, "shuffle": shuffle}
+        self._update = 0
+        self._shards = {str(shard): self._born(shard) for shard in self.shards}
         self._place = self._places()
         self._prefetch = prefetch
         self._pending: deque[Future[tuple[Batch, State]]] = deque()
@@ -117,8 +149,8 @@ class Stream(Iterator[Batch]):
                 f"data.virtual_shards is {self.virtual_shards}): the number is fixed for a run's life, set it back"
             )
         self._drop_pending()
-        for name, rows in self._rows.items():
-            rows.set_state(state[name])
+        self._shards = {str(shard): self._at(shard, state[str(shard)]) for shard in self.shards}
+        self._update = state[str(self.shards.start)]["update"]
         self._place = self._places()
 
     def close(self) -> None:
@@ -127,11 +159,62 @@ class Stream(Iterator[Batch]):
         self._thread.shutdown()
 
     def _produce(self) -> tuple[Batch, State]:
-        rows = [next(shard) for shard in self._rows.values() for _ in range(self._share)]
-        return fill(self._pieces, rows, self._length), self._places()
+        index = phase_at(self.phases, self._update)
+        phase = self.phases[index]
+        rows: list[list[Span]] = []
+        for number, shard in zip(self.shards, self._shards.values(), strict=True):
+            if shard.phase != index:
+                self._enter(number, shard, index)
+            given = list(islice(shard.rows, phase.global_batch // self.virtual_shards))
+            if len(given) < phase.global_batch // self.virtual_shards:
+                raise ConfigError(
+                    f"data.sources are used up after {self._update} updates, every source has had its epochs: "
+                    "lower train.updates, raise epochs, or let one source repeat (epochs: null)"
+                )
+            for row in given:
+                for source, _, size in row:
+                    shard.read[source] += size
+            rows += given
+        self._update += 1
+        return fill(self.pieces.documents, rows, phase.length), self._places()
+
+    def _born(self, shard: int, phase: int = 0, carried: Sequence[Span] = (), base: int = 0) -> _Shard:
+        rows = Rows(
+            self._mixture,
+            length=self.phases[phase].length,
+            shard=shard,
+            shards=self.virtual_shards,
+            carried=carried,
+            base=base,
+            **self._options,  # type: ignore[arg-type]
+        )
+        return _Shard(rows, phase, None, [0] * len(self.pieces.targets))
+
+    def _enter(self, number: int, shard: _Shard, phase: int) -> None:
+        place, rest = self._place_of(shard), shard.rows.rest()
+        shard.rows, shard.phase, shard.before = self._born(number, phase, *rest).rows, phase, place
+
+    def _at(self, number: int, place: Place) -> _Shard:
+        rest = self._at(number, place["before"]).rows.rest() if "before" in place else ([], 0)
+        shard = self._born(number, place["phase"], *rest)
+        shard.rows.go(place["cursor"], place["skip"], place["row"])
+        shard.before, shard.read = place.get("before"), list(place["read"])
+        return shard
+
+    def _place_of(self, shard: _Shard) -> Place:
+        rows = shard.rows
+        place = {
+            "update": self._update,
+            "phase": shard.phase,
+            "cursor": rows.cursor,
+            "skip": rows.skip,
+            "row": rows.row,
+            "read": list(shard.read),
+        }
+        return place | ({"before": shard.before} if rows.carries else {})
 
     def _places(self) -> State:
-        return {name: rows.get_state() for name, rows in self._rows.items()}
+        return {name: self._place_of(shard) for name, shard in self._shards.items()}
 
     def _drop_pending(self) -> None:
         for future in self._pending:
@@ -140,18 +223,25 @@ class Stream(Iterator[Batch]):
         self._pending.clear()
 
 
+def tokens_read(state: Mapping[str, Place]) -> list[int]:
+    """Inputs given out so far of each source, over all shards of a state."""
+    return np.sum([place["read"] for place in state.values()], axis=0).tolist()
+
+
 def held_out_batches(
     documents: Documents, length: int, global_batch: int, batches: int, packing_bins: int = 32
 ) -> list[Batch]:
     """At most `batches` global batches, int32 [global_batch, length] a field, of one pass, the same in every process.
 
-    The documents come in one fixed shuffled order, so that a few batches are a fair sample. The last batch is filled
-    up with rows of padding; a batch of nothing but padding is not given, so no documents give an empty list.
+    The documents, of whatever source, come in one fixed shuffled order, so that a few batches are a fair sample. The
+    last batch is filled up with rows of padding; a batch of nothing but padding is not given, so no documents give an
+    empty list.
     """
-    pieces = cut(documents, length)
+    whole = Documents(documents.tokens, documents.starts, documents.stops, documents.names, documents.scored)
+    pieces = cut(whole, length)
     if not len(pieces):
         return []
-    order = Rows(pieces, length=length, bins=packing_bins, seed=0, shuffle=True, epochs=1)
-    rows = list(islice(order, batches * global_batch))
+    mixture = Mixture(pieces, [1.0], [1], seed=0, shuffle=True)
+    rows = list(islice(Rows(mixture, length=length, bins=packing_bins), batches * global_batch))
     rows += [[]] * (-len(rows) % global_batch)
-    return [fill(pieces, rows[lo : lo + global_batch], length) for lo in range(0, len(rows), global_batch)]
+    return [fill(whole, rows[lo : lo + global_batch], length) for lo in range(0, len(rows), global_batch)]

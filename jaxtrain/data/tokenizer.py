@@ -1,25 +1,27 @@
-"""Text <-> token ids: a byte-level BPE trained on the sources, or any tokenizer.json."""
+"""Text <-> token ids: a byte-level BPE trained on the sources, any tokenizer.json, or a sentencepiece model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data.cache import build_once
-from jaxtrain.data.sources import Document, fingerprint, is_held_out
+from jaxtrain.data.files import fingerprint, unreadable
+from jaxtrain.data.readers import Content, Ids
+from jaxtrain.data.sentencepiece import convert
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 # How published tokenizers call the two, first found wins.
 BOS_NAMES = (BOS, "<|begin_of_text|>", "<s>", "<bos>")
 EOS_NAMES = (EOS, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-# Merges hardly change beyond this much text; documents are taken in order of a hash of their content.
-SAMPLE_BYTES = 64 * 2**20
+Texts = Callable[[], Iterator[str]]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,49 @@ class TextTokenizer:
         encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._opening + encoding.ids + [self.eos] for encoding in encodings]
 
+    def encode_contents(self, contents: Sequence[Content]) -> list[tuple[np.ndarray, np.ndarray | None]]:
+        """Token ids of documents and, for turns, which of them are scored as targets (bool; None is all).
+
+        Texts and turns are opened and closed; token ids are taken as they are. Each turn is encoded on its own, so a
+        border between turns is a border between tokens, as when the model is later asked with the first turns alone.
+        """
+        texts = [
+            part
+            for content in contents
+            for part in (
+                [content] if isinstance(content, str) else
+                [] if isinstance(content, Ids) else
+                [turn.text for turn in content if not turn.special]
+            )
+        ]  # fmt: skip
+        encoded = iter(self.inner.encode_batch_fast(texts, add_special_tokens=False))
+        return [self._document(content, encoded) for content in contents]
+
+    def _document(
+        self, content: Content, encoded: Iterator[tokenizers.Encoding]
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        if isinstance(content, Ids):
+            return content.ids, content.scored
+        if isinstance(content, str):
+            return np.array([*self._opening, *next(encoded).ids, self.eos]), None
+        ids, scored = list(self._opening), [False] * len(self._opening)
+        for turn in content:
+            part = self._special(turn.text) if turn.special else next(encoded).ids
+            ids += part
+            scored += [turn.scored] * len(part)
+        return np.array([*ids, self.eos]), np.array([*scored, content[-1].scored])
+
+    def _special(self, text: str) -> list[int]:
+        """Token ids of a template's text, in which names of special tokens count."""
+        if text not in self._specials:
+            tokenizer = Tokenizer.from_str(self.json)
+            self._specials[text] = tokenizer.encode(text, add_special_tokens=False).ids
+        return self._specials[text]
+
+    @cached_property
+    def _specials(self) -> dict[str, list[int]]:
+        return {}
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids without special tokens."""
         return self.inner.decode(list(ids), skip_special_tokens=True)
@@ -67,17 +112,16 @@ class TextTokenizer:
         return [] if self.bos is None else [self.bos]
 
 
-def prepare_tokenizer(config: RunConfig, documents: Sequence[Document], cache: Path) -> TextTokenizer:
-    """Load `data.tokenizer.path`, or train (once, cached) on the documents that are not held out.
+def prepare_tokenizer(config: RunConfig, beside: Path | None, key: str, texts: Texts, cache: Path) -> TextTokenizer:
+    """Load `data.tokenizer.path`, or the tokenizer `beside` token shards, or train one on `texts`, once for a `key`.
 
     Raises ConfigError: file unreadable, no closing token, an id beyond model.vocab_size.
     """
     settings = config.data.tokenizer
-    if settings.path is None:
-        path = _trained(settings.vocab_size, [d for d in documents if not is_held_out(d.name, config.data.held_out)],
-                        cache)  # fmt: skip
-    else:
+    if settings.path is not None:
         path = Path(settings.path).expanduser()
+    else:
+        path = beside or _trained(settings.vocab_size, key, texts, cache)
     tokenizer = load_tokenizer(path)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
@@ -89,14 +133,18 @@ def prepare_tokenizer(config: RunConfig, documents: Sequence[Document], cache: P
 
 
 def load_tokenizer(path: Path) -> TextTokenizer:
-    """Read a tokenizer.json; raises ConfigError when it is none, or names no token that closes a document."""
+    """Read a tokenizer.json, or a sentencepiece .model.
+
+    Raises ConfigError when it is neither, or names no token that closes a document.
+    """
+    what = "sentencepiece model" if path.suffix == ".model" else "tokenizer.json"
     try:
-        json = path.read_text(encoding="utf-8")
+        json = convert(path.read_bytes()).to_str() if path.suffix == ".model" else path.read_text(encoding="utf-8")
         vocabulary = Tokenizer.from_str(json).get_vocab(with_added_tokens=True)
     except Exception as error:  # the tokenizers library raises bare Exception for bad JSON
         raise ConfigError(
-            f"data.tokenizer.path {path} is not a readable tokenizer.json ({' '.join(str(error).split())[:200]}): "
-            "name a file saved by the tokenizers library"
+            f"data.tokenizer.path {path} is not a readable {what} ({unreadable(error)}): "
+            "name a file saved by the tokenizers library, or a sentencepiece .model"
         ) from None
     bos = next((vocabulary[name] for name in BOS_NAMES if name in vocabulary), None)
     eos = next((vocabulary[name] for name in EOS_NAMES if name in vocabulary), None)
@@ -107,7 +155,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     return TextTokenizer(json, bos, eos)
 
 
-def _trained(vocab_size: int, documents: Sequence[Document], cache: Path) -> Path:
+def _trained(vocab_size: int, key: str, texts: Texts, cache: Path) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     smallest = len(alphabet) + 2
     if vocab_size < smallest:
@@ -115,7 +163,6 @@ def _trained(vocab_size: int, documents: Sequence[Document], cache: Path) -> Pat
             f"data.tokenizer.vocab_size is {vocab_size}: a byte-level tokenizer needs {len(alphabet)} bytes and 2 "
             f"special tokens, at least {smallest}"
         )
-    sample = _sample(documents)
 
     def build(path: Path) -> None:
         tokenizer = Tokenizer(models.BPE())
@@ -124,20 +171,8 @@ def _trained(vocab_size: int, documents: Sequence[Document], cache: Path) -> Pat
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
         )
-        tokenizer.train_from_iterator((d.read() for d in sample), trainer, length=len(sample))
+        tokenizer.train_from_iterator(texts(), trainer)
         tokenizer.save(str(path))
 
-    key = fingerprint((d.digest for d in sample), str(vocab_size), tokenizers.__version__)
-    return build_once(cache / "tokenizers" / f"{key}.json", build)
-
-
-def _sample(documents: Sequence[Document]) -> list[Document]:
-    def take() -> Iterator[Document]:
-        left = SAMPLE_BYTES
-        for document in sorted(documents, key=lambda d: d.digest):
-            if left <= 0:
-                return
-            left -= document.size
-            yield document
-
-    return list(take())
+    name = fingerprint([key, str(vocab_size), tokenizers.__version__])
+    return build_once(cache / "tokenizers" / f"{name}.json", build)

@@ -38,22 +38,28 @@ class BatchPlan:
         return self.rows // self.replicas
 
 
-def plan_batch(train: TrainConfig, sizes: dict[Axis, int], batch_axes: tuple[Axis, ...]) -> BatchPlan:
-    """Fill in microbatch or accumulation; raises ConfigError with the arithmetic when the numbers disagree."""
+def plan_batch(
+    train: TrainConfig, sizes: dict[Axis, int], batch_axes: tuple[Axis, ...], global_batch: int | None = None
+) -> BatchPlan:
+    """Fill in microbatch or accumulation; raises ConfigError with the arithmetic when the numbers disagree.
+
+    `global_batch` is that of one phase of data.schedule; None is train.global_batch.
+    """
     replicas = math.prod(sizes[axis] for axis in batch_axes)
-    total, micro, accumulation = train.global_batch, train.microbatch, train.accumulation
+    total, micro, accumulation = global_batch or train.global_batch, train.microbatch, train.accumulation
+    setting = "train.global_batch" if total == train.global_batch else "data.schedule: global_batch"
     axes = " x ".join(f"{axis} {sizes[axis]}" for axis in batch_axes) or "one device"
     if micro is not None and accumulation is None:
         accumulation = max(total // (micro * replicas), 1)
     accumulation = accumulation or 1
     if micro is not None and micro * replicas * accumulation != total:
         raise ConfigError(
-            f"train.global_batch {total} is not train.microbatch {micro} x {replicas} replicas ({axes}) x "
+            f"{setting} {total} is not train.microbatch {micro} x {replicas} replicas ({axes}) x "
             f"accumulation {accumulation} = {micro * replicas * accumulation}: change one of them"
         )
     if total % (replicas * accumulation):
         raise ConfigError(
-            f"train.global_batch {total} does not divide into {replicas} replicas ({axes}) x accumulation "
+            f"{setting} {total} does not divide into {replicas} replicas ({axes}) x accumulation "
             f"{accumulation} = {replicas * accumulation}: use a multiple of {replicas * accumulation}, "
             "another mesh or another train.accumulation"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,15 @@ import jax
 
 from jaxtrain.checkpoint import Checkpoints, gather_json
 from jaxtrain.config import ConfigError, RunConfig, to_tree
-from jaxtrain.data import Corpus, Stream, prepare, resolve_virtual_shards, shards_of_rows
+from jaxtrain.data import (
+    Corpus,
+    open_stream,
+    phase_at,
+    prepare,
+    resolve_virtual_shards,
+    shards_of_rows,
+    tokens_read,
+)
 from jaxtrain.launch.distributed import barrier
 from jaxtrain.numerics.counter import counter_int
 from jaxtrain.observe.environment import environment
@@ -35,7 +44,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
     started = time.perf_counter()
     setup = resolve(config)
     changes = check_same_run(directory, config)
-    shards = resolve_virtual_shards(config.data, config.train.global_batch)
+    shards = resolve_virtual_shards(config.data, *(phase.global_batch for phase in setup.phases))
     corpus = prepare(config)
     batches = held_out(setup, corpus) if config.eval.every else []
     primary = jax.process_index() == 0
@@ -49,7 +58,8 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
         contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)) as log,
     ):
         runner = _Runner(setup, corpus, shards, batches, checkpoints, log, directory, started)
-        for line in (*opening(setup, corpus), *changes):
+        reasons = (f"record skipped: {reason}" for reason in corpus.reasons)
+        for line in (*opening(setup, corpus), *changes, *reasons):
             log.say(line)
         runner.restore()
         if runner.done >= config.train.updates and (finished := read_summary(directory)):
@@ -68,14 +78,17 @@ def opening(setup: Setup, corpus: Corpus) -> list[str]:
     """Lines that say what is about to run: model, mesh, batch, notes of the layout, corpus."""
     sizes = {axis: size for axis, size in setup.topology.sizes.items() if size > 1}
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "one device"
-    plan = setup.plan
     numbers = ", ".join(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}"
                         for name, value in corpus.describe().items())  # fmt: skip
     return [
         f"model: {setup.model.count():,} parameters, {setup.config.precision.compute}; mesh: {mesh}; "
         f"rules: {', '.join(setup.config.rules.preset)}",
-        f"batch: {plan.global_batch} rows = {plan.microbatch} a microbatch x {plan.replicas} replicas x "
-        f"{plan.accumulation} microbatches, {setup.config.data.length} tokens each",
+        *(
+            f"batch{f' from update {phase.start + 1} on' if phase.start else ''}: {plan.global_batch} rows = "
+            f"{plan.microbatch} a microbatch x {plan.replicas} replicas x {plan.accumulation} microbatches, "
+            f"{phase.length} tokens each"
+            for phase, plan in zip(setup.phases, setup.plans, strict=True)
+        ),
         f"corpus: {numbers}",
         *(f"layout: {note}" for note in setup.layout.notes),
     ]
@@ -98,34 +111,21 @@ class _Runner:
         self.setup, self.corpus, self.checkpoints, self.log = setup, corpus, checkpoints, log
         self.held_out = batches
         self.config, self.directory, self.started = setup.config, directory, started
-        data, train = self.config.data, self.config.train
-        per_shard = train.global_batch // shards
-        lo, hi = owned_rows(setup.plan, setup.batch_sharding, data.length)
-        owned = shards_of_rows(lo, hi, train.global_batch, shards)
-        self.first_row = owned.start * per_shard
-        self.stream = Stream(
-            corpus.train,
-            length=data.length,
-            global_batch=train.global_batch,
-            virtual_shards=shards,
-            packing_bins=data.packing_bins,
-            seed=train.seed,
-            shuffle=data.shuffle,
-            shards=owned,
-        )
-        self.meter = Meter(
-            self.config.model,
-            data.length,
-            jax.devices()[0].device_kind,
-            setup.topology.devices.size,
-            self.config.precision.compute,
-            jax.config.jax_default_matmul_precision,
-        )
+        first = setup.phases[0]
+        # The same shards in every phase: a process holds the same share of every global batch.
+        lo, hi = owned_rows(setup.plans[0], setup.batch_sharding, first.length)
+        self.owned = shards_of_rows(lo, hi, first.global_batch, shards)
+        self.stream = open_stream(corpus.train, self.config, self.owned)
+        self.phase = -1
+        self.compiled_at = 0
+        self.compile_s = 0.0
+        self.meters: dict[int, Meter] = {}
         self.done = 0
         self.tokens = 0
         self.skipped = 0
         self.resumed_from: int | None = None
         self.evaluations: dict[int, float] = {}
+        self.evaluate = jax.jit(setup.step.evaluate)
         self.pending: tuple[int, dict[str, jax.Array], float] | None = None
         self.mark = time.perf_counter()
 
@@ -146,11 +146,19 @@ class _Runner:
         self.log.say(f"resumed at update {self.done} of {self.config.train.updates}, {self.tokens:,} tokens trained")
 
     def compile(self) -> None:
-        """Compile the update once; every process waits for the slowest compiler."""
+        """Compile the update of the phase that begins, once; every process waits for the slowest compiler."""
         begin = time.perf_counter()
-        self.update = compile_step(self.setup.step, self.setup.abstract, self.setup.abstract_batch)
-        self.evaluate = jax.jit(self.setup.step.evaluate)
-        self.compile_s = time.perf_counter() - begin
+        self.phase, self.compiled_at = phase_at(self.setup.phases, self.done), self.done
+        self.update = compile_step(self.setup.step, self.setup.abstract, self.setup.phase_batch(self.phase))
+        self.compile_s += time.perf_counter() - begin
+        self.meters[self.phase] = Meter(
+            self.config.model,
+            self.setup.phases[self.phase].length,
+            jax.devices()[0].device_kind,
+            self.setup.topology.devices.size,
+            self.config.precision.compute,
+            jax.config.jax_default_matmul_precision,
+        )
         barrier("compiled")
 
     def run(self) -> None:
@@ -162,6 +170,10 @@ class _Runner:
         with self.log.progress(total, self.done) as advance:
             self.advance = advance
             while self.done < total:
+                if phase_at(self.setup.phases, self.done) != self.phase:
+                    self._settle()
+                    self.compile()
+                    self.mark = time.perf_counter()
                 batch, wait = self._next_batch()
                 self.state, metrics = self.update(self.state, batch)
                 self.done += 1
@@ -186,6 +198,7 @@ class _Runner:
             "parameters": self.setup.model.count(),
             "tokens_total": self.tokens,
             "skipped_updates": self.skipped,
+            "skipped_records": self.corpus.skipped,
             "loss_first": losses[0] if losses else None,
             "loss_last": losses[-1] if losses else None,
             "eval_loss_first": first_eval,
@@ -197,14 +210,31 @@ class _Runner:
             "mesh": {axis: size for axis, size in self.setup.topology.sizes.items() if size > 1} or {"data": 1},
             "state_bytes_per_device": state_bytes_per_device(self.setup.abstract),
             "sample": self._sample(),
-            **self.meter.summary(),
+            "sources": self._shares(),
+            **({"phases": self._phases()} if len(self.setup.phases) > 1 else {}),
+            **self.meters[self.phase].summary(),
         }
+
+    def _shares(self) -> list[dict[str, Any]]:
+        """What each source gave since the run began: tokens, share of all tokens, epochs."""
+        read, targets = tokens_read(gather_json(self.stream.get_state())), self.stream.pieces.targets.tolist()
+        return [
+            {"source": f"{source.kind}: {source.path}", "tokens": tokens, "share": tokens / max(sum(read), 1),
+             "epochs": tokens / epoch}
+            for source, tokens, epoch in zip(self.config.data.sources, read, targets, strict=True)
+        ]  # fmt: skip
+
+    def _phases(self) -> list[dict[str, Any]]:
+        """The phases of this start, each with its own rates (those of the summary are the last one's)."""
+        return [dataclasses.asdict(self.setup.phases[index]) | meter.summary() for index, meter in self.meters.items()]
 
     def _next_batch(self) -> tuple[Batch, float]:
         begin = time.perf_counter()
         rows = next(self.stream)
         wait = time.perf_counter() - begin
-        return place(rows, self.first_row, self.setup.plan, self.setup.batch_sharding), wait
+        plan = self.setup.plans[self.phase]
+        first_row = self.owned.start * plan.global_batch // self.stream.virtual_shards
+        return place(rows, first_row, plan, self.setup.batch_sharding), wait
 
     def _settle(self, evaluate: bool = False) -> None:
         """Wait for the update in flight and log it; metrics lag one update so that the device never waits for them."""
@@ -220,7 +250,9 @@ class _Runner:
         self.tokens += values["scored_tokens"] if applied else 0
         self.skipped += not applied
         row: dict[str, Any] = {"step": step, **values, "tokens_total": self.tokens, "skipped_total": self.skipped}
-        row |= self.meter.update(values["scored_tokens"], elapsed, wait, compiled=step == (self.resumed_from or 0) + 1)
+        row["records_skipped"] = self.corpus.skipped
+        meter = self.meters[self.phase]
+        row |= meter.update(values["scored_tokens"], elapsed, wait, compiled=step == self.compiled_at + 1)
         if step == 1 and 0 in self.evaluations:
             row["eval_loss_before"] = self.evaluations[0]
         if evaluate:
@@ -261,11 +293,18 @@ class _Runner:
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
         for key, value in (("corpus", self.corpus.fingerprint), ("tokenizer", self.corpus.tokenizer_fingerprint)):
-            if meta[key] != value:
-                raise ConfigError(
-                    f"the {key} changed since this run began ({meta[key][:12]} -> {value[:12]}): the data position of "
-                    f"{self.directory} means nothing for it; restore data.sources or start another --run"
-                )
+            if meta[key] == value:
+                continue
+            changed = f"the {key} changed since this run began ({meta[key][:12]} -> {value[:12]})"
+            if key == "corpus" and self.config.data.allow_changed:
+                self.log.say(f"{changed}: data.allow_changed, the run goes on at the same place of another order")
+                continue
+            mend = (
+                "restore data.sources, start another --run, or set data.allow_changed"
+                if key == "corpus"
+                else f"set data.tokenizer.path to the tokenizer of {self.directory}, or start another --run"
+            )
+            raise ConfigError(f"{changed}: the data position of {self.directory} means nothing for it; {mend}")
 
     def _sample(self) -> str | None:
         train = self.config.train

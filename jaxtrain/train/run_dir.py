@@ -13,7 +13,10 @@ from jaxtrain.observe.files import write_atomic
 
 # Settings that a resumed run may change: where and how it computes, what it shows, how long it goes on.
 FREE = ("mesh.", "cluster.", "rules.", "remat.", "observe.", "checkpoint.", "eval.", "train.updates",
-        "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "precision.max_skipped")  # fmt: skip
+        "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "data.allow_changed",
+        "precision.max_skipped")  # fmt: skip
+# ... and what it may change besides when it is told to go on with another corpus.
+FREE_CORPUS = ("data.sources", "data.on_bad_record")
 
 
 def write_run(directory: Path, config: RunConfig, sharding: dict[str, Any], environment: dict[str, Any]) -> None:
@@ -41,7 +44,8 @@ def check_same_run(directory: Path, config: RunConfig) -> list[str]:
         rows = diff_configs(old, to_tree(config))
     except (yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not readable ({error}): restore it, or start another --run") from None
-    fixed = [row for row in rows if not row[0].startswith(FREE)]
+    free = FREE + (FREE_CORPUS if config.data.allow_changed else ())
+    fixed = [row for row in rows if not row[0].startswith(free)]
     if fixed:
         table = "\n".join(f"  {key}: {a!r} there, {b!r} now" for key, a, b in fixed)
         raise ConfigError(

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.config import ConfigError, RunConfig
-from jaxtrain.data import FIELDS
+from jaxtrain.data import FIELDS, Phase, phases_of
 from jaxtrain.mesh.layout import Layout, flatten_paths, plan_layout
 from jaxtrain.mesh.rules import Rules, resolve_rules
 from jaxtrain.mesh.topology import Topology, build_topology
@@ -33,7 +33,11 @@ UNTRAINABLE = {
 
 @dataclass(frozen=True)
 class Setup:
-    """Mesh, rules, layout, batch plan and step of one configuration."""
+    """Mesh, rules, layout, batch plans and step of one configuration.
+
+    `plan` and `abstract_batch` have the shape of train.global_batch and data.length; `phases` are those of the run,
+    one without data.schedule, and `plans` how the batches of each are cut.
+    """
 
     config: RunConfig
     topology: Topology
@@ -42,6 +46,8 @@ class Setup:
     rules: Rules
     layout: Layout
     plan: BatchPlan
+    phases: tuple[Phase, ...]
+    plans: tuple[BatchPlan, ...]
     step: Step
 
     @cached_property
@@ -57,7 +63,14 @@ class Setup:
     @cached_property
     def abstract_batch(self) -> Batch:
         """Shapes of one global batch."""
-        shape = (self.plan.accumulation, self.plan.rows, self.config.data.length)
+        return self._batch_of(self.plan, self.config.data.length)
+
+    def phase_batch(self, phase: int) -> Batch:
+        """Shapes of one global batch of a phase."""
+        return self._batch_of(self.plans[phase], self.phases[phase].length)
+
+    def _batch_of(self, plan: BatchPlan, length: int) -> Batch:
+        shape = (plan.accumulation, plan.rows, length)
         field = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.batch_sharding)
         return dict.fromkeys(FIELDS, field)  # type: ignore[arg-type]
 
@@ -84,13 +97,17 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     model = build(config.model)
     rules = resolve_rules(config.rules)
     layout = plan_layout(model.params, rules, topology.sizes, Precision(config.precision).separate_masters)
-    plan = plan_batch(config.train, topology.sizes, layout.batch_axes)
+    phases = phases_of(config.data, config.train)
+    plan, *plans = (
+        plan_batch(config.train, topology.sizes, layout.batch_axes, rows)
+        for rows in (None, *(phase.global_batch for phase in phases))
+    )
     schedule_end(config.optimizer, config.train.updates)
     check_remat(config.remat, config.model)
     check_options(config.xla)
     optimizer = build_optimizer(config.optimizer, model.params)
     step = Step(config, model, optimizer, layout, rules, mesh)
-    return Setup(config, topology, mesh, model, rules, layout, plan, step)
+    return Setup(config, topology, mesh, model, rules, layout, plan, phases, tuple(plans), step)
 
 
 def describe_sharding(setup: Setup) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from jaxtrain.config import ConfigError, RunConfig, SourceConfig, validate
 from jaxtrain.data import prepare
 from jaxtrain.data.cache import build_once
-from jaxtrain.data.sources import is_held_out, list_documents
+from jaxtrain.data.sources import Listing, is_held_out, list_source
 from jaxtrain.data.tokenizer import BOS, EOS, TextTokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,8 +116,12 @@ def test_all_documents_held_out_is_an_error(folder):
         prepare(config_of(folder, held_out=0.9999999))
 
 
+def listing_of(folder: Path | str, cache: Path, **source) -> Listing:
+    return list_source(SourceConfig(text=str(folder), **source), "data.sources[0]", cache)
+
+
 def names_of(folder: Path, **source) -> list[str]:
-    return [d.name for d in list_documents([SourceConfig(text=str(folder), **source)]).documents]
+    return [file.name for file in listing_of(folder, folder.parent / "cache", **source).files]
 
 
 def test_globs_and_limit(folder):
@@ -134,13 +138,14 @@ def test_globs_and_limit(folder):
 
 def test_files_without_text_are_counted(folder):
     (folder / "a/empty.txt").write_text("")
-    listing = list_documents([SourceConfig(text=str(folder))])
-    assert listing.empty == 1 and len(listing.documents) == 40
+    listing = listing_of(folder, folder.parent / "cache")
+    assert listing.tally.empty == 1 and len(listing.files) == 40
+    assert prepare(config_of(folder)).empty == 1
 
 
-def test_standard_library():
-    listing = list_documents([SourceConfig(text="stdlib")])
-    names = [d.name for d in listing.documents]
+def test_standard_library(tmp_path):
+    listing = listing_of("stdlib", tmp_path)
+    names = [file.name for file in listing.files]
     assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(names) and names == sorted(names)
     assert all(name.endswith(".py") for name in names)
     assert not any({"site-packages", "test", "tests"} & set(name.split("/")) for name in names)
@@ -166,7 +171,7 @@ def test_binary_and_undecodable_files(folder, tmp_path, content, message):
 def test_missing_and_empty_sources(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"data.sources\[0\].text is .*nowhere.*no file or folder"):
         prepare(config_of(tmp_path / "nowhere"))
-    with pytest.raises(ConfigError, match=r"data.sources\[0\].text .*no file with text.*\['\*.rs'\]"):
+    with pytest.raises(ConfigError, match=r"data.sources\[0\].text .*no file matches include.*\['\*.rs'\]"):
         prepare(config_of(folder, source={"include": ["*.rs"]}))
     (folder / "a/gone.txt").symlink_to(tmp_path / "target")
     with pytest.raises(ConfigError, match=r"gone.txt cannot be read .*exclude: \['a/gone.txt'\]"):

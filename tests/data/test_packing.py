@@ -1,13 +1,17 @@
-"""Cutting, first-fit and filling, against hand-laid rows and a count of every target."""
+"""Cutting, packers and filling, against hand-laid rows and a count of every target."""
 
 from collections import Counter
+from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data import IGNORE, Documents, fill_rate
-from jaxtrain.data.packing import Rows, cut, fill, first_fit, order_of
+from jaxtrain.data.mixing import Mixture
+from jaxtrain.data.packing import PACKERS, Rows, best_fit, fill, first_fit, next_fit, one_each
+from jaxtrain.data.pieces import Pieces, cut
 
 
 def documents_of(*lengths: int) -> Documents:
@@ -17,13 +21,22 @@ def documents_of(*lengths: int) -> Documents:
     return Documents(tokens, stops - np.array(lengths), stops, tuple(f"d{i}" for i in range(len(lengths))))
 
 
+def spans(pieces: Pieces, *rows: list[int]) -> list[list[tuple[int, int, int]]]:
+    return [[(int(pieces.source[p]), int(pieces.starts[p]), int(pieces.sizes[p])) for p in row] for row in rows]
+
+
+def order_of(pieces: Pieces, *, seed: int = 0, shuffle: bool = True, epochs: int | None = 1) -> Mixture:
+    return Mixture(pieces, [1.0], [epochs], seed=seed, shuffle=shuffle)
+
+
 def test_worked_example_of_the_requirements():
     # Length 8, A gives 3 inputs and B gives 4: padded 7 of 16, packed 7 of 8.
-    pieces = cut(documents_of(4, 5), 8)
-    assert fill_rate(fill(pieces, [[0], [1]], 8)) == 0.4375
+    documents = documents_of(4, 5)
+    pieces = cut(documents, 8)
+    assert fill_rate(fill(documents, spans(pieces, [0], [1]), 8)) == 0.4375
     rows = first_fit(pieces.sizes, 8, bins=2)
     assert rows == [[0, 1]]
-    packed = fill(pieces, rows, 8)
+    packed = fill(documents, spans(pieces, *rows), 8)
     assert fill_rate(packed) == 0.875
     assert packed["tokens"].tolist() == [[1, 2, 3, 5, 6, 7, 8, 0]]
     assert packed["labels"].tolist() == [[2, 3, 4, 6, 7, 8, 9, IGNORE]]
@@ -33,9 +46,10 @@ def test_worked_example_of_the_requirements():
 
 
 def test_a_long_document_keeps_the_target_at_each_cut():
-    pieces = cut(documents_of(10), 4)
+    documents = documents_of(10)
+    pieces = cut(documents, 4)
     assert pieces.sizes.tolist() == [4, 4, 1]
-    packed = fill(pieces, [[0], [1], [2]], 4)
+    packed = fill(documents, spans(pieces, [0], [1], [2]), 4)
     assert packed["labels"].tolist() == [[2, 3, 4, 5], [6, 7, 8, 9], [10, IGNORE, IGNORE, IGNORE]]
     assert packed["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 0, 0]]
 
@@ -55,6 +69,47 @@ def test_full_rows_make_place_for_new_ones_up_to_a_bound():
     assert first_fit([10] * 50, 10, bins=2) == [[i] for i in range(8)]
 
 
+def test_best_fit_takes_the_fullest_row_with_room():
+    # Rows of 10: 6 leaves 4, 7 leaves 3; 3 goes where it leaves nothing, first-fit would take the first row.
+    assert best_fit([6, 7, 3], 10, bins=4) == [[0], [1, 2]]
+    assert first_fit([6, 7, 3], 10, bins=4) == [[0, 2], [1]]
+
+
+def test_concat_fills_every_row_and_cuts_at_its_end():
+    documents = documents_of(7, 4, 5)  # pieces of 4 + 2, 3 and 4 inputs in rows of 4
+    rows = list(Rows(order_of(cut(documents, 4), shuffle=False), length=4, packing="concat", shuffle=False))
+    packed = fill(documents, rows, 4)
+    assert packed["tokens"].tolist() == [[1, 2, 3, 4], [5, 6, 8, 9], [10, 12, 13, 14], [15, 0, 0, 0]]
+    assert packed["labels"].tolist() == [[2, 3, 4, 5], [6, 7, 9, 10], [11, 13, 14, 15], [16, -1, -1, -1]]
+    assert packed["segments"].tolist() == [[1, 1, 1, 1], [1, 1, 2, 2], [1, 2, 2, 2], [1, 0, 0, 0]]
+    assert packed["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 1], [0, 0, 1, 2], [0, 0, 0, 0]]
+    assert next_fit([4, 2, 2, 1], 4, bins=1) == [[0], [1, 2], [3]]
+
+
+def test_none_gives_each_piece_a_row():
+    assert one_each([3, 1, 4], 4, bins=1) == [[0], [1], [2]]
+    assert one_each([1] * 9, 4, bins=2) == [[i] for i in range(8)]
+
+
+def test_long_documents_are_dropped_and_counted_by_source():
+    lengths = [9, 3, 10, 30, 2]
+    stops = np.cumsum(lengths)
+    documents = Documents(np.arange(54), stops - lengths, stops, [""] * 5, source=np.array([0, 1, 0, 1, 0]))
+    pieces = cut(documents, 8, sources=2, long="drop")
+    assert pieces.sizes.tolist() == [8, 2, 1] and pieces.source.tolist() == [0, 1, 0]
+    assert pieces.dropped_documents.tolist() == [1, 1] and pieces.dropped_targets.tolist() == [9, 29]
+    assert cut(documents, 8, sources=2).dropped_documents.tolist() == [0, 0]
+
+
+def test_a_masked_token_is_no_label_and_stays_an_input():
+    # A prompt of two tokens after the opening one and an answer of three: the first answer token is the first target.
+    scored = np.array([0, 0, 0, 1, 1, 1], bool)
+    documents = Documents(np.arange(1, 7), np.array([0]), np.array([6]), [""], scored)
+    packed = fill(documents, [[(0, 0, 5)]], 6)
+    assert packed["tokens"].tolist() == [[1, 2, 3, 4, 5, 0]]
+    assert packed["labels"].tolist() == [[IGNORE, IGNORE, 4, 5, 6, IGNORE]]
+
+
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30).filter(lambda ns: max(ns) > 1),
     length=st.integers(1, 16),
@@ -62,70 +117,72 @@ def test_full_rows_make_place_for_new_ones_up_to_a_bound():
     shards=st.integers(1, 5),
     epochs=st.integers(1, 3),
     shuffle=st.booleans(),
+    packing=st.sampled_from(sorted(PACKERS)),
+    masked=st.booleans(),
     seed=st.integers(0, 2**40),
 )
-@settings(max_examples=60, deadline=None)
-def test_every_target_once_an_epoch_as_in_the_unpacked_document(lengths, length, bins, shards, epochs, shuffle, seed):
+@settings(max_examples=150, deadline=None)
+def test_every_target_once_an_epoch_as_in_the_unpacked_document(
+    lengths, length, bins, shards, epochs, shuffle, packing, masked, seed
+):
     documents = documents_of(*lengths)
-    pieces = cut(documents, length)
+    scored = np.random.default_rng(seed).random(sum(lengths)) < 0.5 if masked else np.ones(sum(lengths), bool)
+    documents = replace(documents, scored=scored if masked else None)
+    mixture = order_of(cut(documents, length), seed=seed, shuffle=shuffle, epochs=epochs)
     owner = np.repeat(np.arange(len(lengths)), lengths)
     offset = np.concatenate([np.arange(n) for n in lengths])
-    seen: Counter[tuple[int, int]] = Counter()
+    seen: Counter[int] = Counter()
     for shard in range(shards):
-        rows = list(
-            Rows(
-                pieces, length=length, bins=bins, seed=seed, shuffle=shuffle, shard=shard, shards=shards, epochs=epochs
-            )
-        )
-        batch = fill(pieces, rows, length)
+        rows = list(Rows(mixture, length=length, packing=packing, bins=bins, shuffle=shuffle, shard=shard,
+                         shards=shards))  # fmt: skip
+        batch = fill(documents, rows, length)
         for tokens, labels, segments, positions in zip(*batch.values(), strict=True):
             live = segments > 0
             assert (labels[~live] == IGNORE).all() and not tokens[~live].any() and not positions[~live].any()
             assert np.array_equal(live, np.arange(length) < live.sum())  # no hole in a row
             for segment in range(1, segments.max(initial=0) + 1):
-                inside = segments == segment
-                x, y = tokens[inside] - 1, labels[inside] - 1
-                assert len(set(owner[[*x, *y]])) == 1  # one document, inputs and labels
-                assert np.array_equal(offset[x] - offset[x[0]], np.arange(len(x)))  # its tokens, in order
-                assert np.array_equal(offset[y], offset[x] + 1)  # labels are the next tokens
-                assert offset[x[0]] % length == 0 and np.array_equal(positions[inside], offset[x] % length)
-                seen.update(zip(x.tolist(), y.tolist(), strict=True))
-    targets = [(int(at), int(at) + 1) for at in range(sum(lengths) - 1) if owner[at] == owner[at + 1]]
-    assert seen == Counter(dict.fromkeys(targets, epochs))
+                x = tokens[segments == segment] - 1
+                assert len(set(owner[[*x, x[-1] + 1]])) == 1  # one document, inputs and labels
+                assert np.array_equal(x, x[0] + np.arange(len(x)))  # its tokens, in order
+                assert np.array_equal(positions[segments == segment], np.arange(len(x)))
+                want = np.where(scored[x + 1], x + 2, IGNORE)  # labels are the next tokens, where they are scored
+                assert np.array_equal(labels[segments == segment], want)
+                assert packing == "concat" or offset[x[0]] % length == 0
+                seen.update(x.tolist())
+    inputs = [at for at in range(sum(lengths) - 1) if owner[at] == owner[at + 1]]
+    assert seen == Counter(dict.fromkeys(inputs, epochs))
 
 
-@given(pieces=st.integers(1, 50), shards=st.integers(1, 8), seed=st.integers(0, 2**40))
-@settings(max_examples=50, deadline=None)
-def test_shards_interleave_to_one_new_permutation_each_epoch(pieces, shards, seed):
-    orders = [order_of(pieces, seed=seed, shuffle=True, shard=v, shards=shards, epochs=None) for v in range(shards)]
-    run = [int(orders[at % shards][at // shards]) for at in range(4 * pieces)]
-    epochs = [run[lo : lo + pieces] for lo in range(0, len(run), pieces)]
-    assert all(sorted(epoch) == list(range(pieces)) for epoch in epochs)
-    if pieces >= 20:
-        assert len({tuple(epoch) for epoch in epochs}) == len(epochs)
-
-
-def test_neighbouring_seeds_share_no_epoch():
-    def epochs(seed: int) -> set[tuple[int, ...]]:
-        order = order_of(40, seed=seed, shuffle=True, shard=0, shards=1, epochs=None)
-        return {tuple(int(order[e * 40 + i]) for i in range(40)) for e in range(4)}
-
-    assert not epochs(0) & epochs(1)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=60),
+    packing=st.sampled_from(sorted(PACKERS)),
+    given_out=st.integers(0, 200),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_place_is_three_numbers(sizes, packing, given_out):
+    mixture = order_of(cut(documents_of(*(size + 1 for size in sizes)), 9), epochs=None)
+    one, two = (Rows(mixture, length=9, packing=packing, bins=2) for _ in range(2))
+    for _ in range(given_out):
+        next(one)
+    two.go(one.cursor, one.skip, one.row)
+    assert list(islice(one, 30)) == list(islice(two, 30))
 
 
 def test_fill_on_log_normal_lengths():
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(669) - 0.5, 1.0, 6000), 2, None).astype(int)
     pieces = cut(documents_of(*lengths), 4096)
-    rows = list(Rows(pieces, length=4096, bins=32, seed=0, shuffle=True, epochs=1))
-    assert pieces.sizes.sum() / (len(rows) * 4096) > 0.985
+    counts = {packing: sum(1 for _ in Rows(order_of(pieces), length=4096, packing=packing)) for packing in PACKERS}
+    fills = {packing: pieces.sizes.sum() / (rows * 4096) for packing, rows in counts.items()}
+    assert fills["first_fit"] > 0.985 and fills["best_fit"] > 0.985
+    assert counts["concat"] == -(-pieces.sizes.sum() // 4096) and counts["none"] == len(pieces)
 
 
 def test_fullness_does_not_follow_the_place_in_a_plan():
     # Given out in order, the last rows of a plan would be the emptiest of every shard at the same update.
     # Independent shards spread by 1 / sqrt(32) of a row's spread; in step 1.4 times that, unshuffled 2 times.
     rng = np.random.default_rng(0)
-    pieces = cut(documents_of(*rng.integers(2, 300, 20_000)), 256)
-    shards = [Rows(pieces, length=256, bins=16, seed=0, shuffle=True, shard=v, shards=32) for v in range(32)]
-    fills = np.array([[pieces.sizes[next(shard)].sum() / 256 for shard in shards] for _ in range(48)])
+    mixture = order_of(cut(documents_of(*rng.integers(2, 300, 20_000)), 256), epochs=None)
+    shards = [Rows(mixture, length=256, bins=16, shard=v, shards=32) for v in range(32)]
+    fills = np.array([[sum(size for *_, size in next(shard)) / 256 for shard in shards] for _ in range(48)])
     assert np.std(fills.mean(axis=1)) < 1.2 * np.std(fills) / np.sqrt(32)

@@ -1,6 +1,9 @@
 """Global batches: the same for any number of processes, exactly resumed on any other, whatever is prefetched."""
 
+import hashlib
 import json
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config import ConfigError, DataConfig
-from jaxtrain.data import FIELDS, IGNORE, Documents, Stream, held_out_batches, resolve_virtual_shards, shards_of_rows
+from jaxtrain.data import (
+    FIELDS,
+    IGNORE,
+    Documents,
+    Phase,
+    Stream,
+    held_out_batches,
+    resolve_virtual_shards,
+    shards_of_rows,
+    tokens_read,
+)
+from jaxtrain.data.packing import PACKERS
 
 SHARDS, BATCH, LENGTH = 8, 16, 12
 
@@ -21,11 +35,8 @@ def documents_of(lengths: list[int]) -> Documents:
 
 def streams(documents: Documents, processes: int, **more) -> list[Stream]:
     each = SHARDS // processes
-    return [
-        Stream(documents, length=LENGTH, global_batch=BATCH, virtual_shards=SHARDS, packing_bins=4,
-               shards=range(p * each, (p + 1) * each), **more)
-        for p in range(processes)
-    ]  # fmt: skip
+    options = {"phases": [Phase(0, LENGTH, BATCH)], "virtual_shards": SHARDS, "packing_bins": 4} | more
+    return [Stream(documents, shards=range(p * each, (p + 1) * each), **options) for p in range(processes)]
 
 
 def global_batch(parts: list[Stream]) -> dict[str, np.ndarray]:
@@ -41,20 +52,35 @@ def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
     return all(a[field].dtype == b[field].dtype and np.array_equal(a[field], b[field]) for field in FIELDS)
 
 
+def mixed(lengths: list[int], seed: int = 0) -> Documents:
+    """Documents of three sources, some tokens not scored."""
+    rng = np.random.default_rng(seed)
+    documents = documents_of(lengths)
+    scored = rng.random(len(documents.tokens)) < 0.7
+    return replace(documents, scored=scored, source=np.arange(len(lengths), dtype=np.int32) % 3)
+
+
+MIXED = {"weights": [0.6, 0.3, 0.1], "epochs": [None, 2, None]}
+PHASES = [Phase(0, LENGTH, BATCH), Phase(3, 2 * LENGTH, SHARDS), Phase(5, 7, 3 * SHARDS)]
+
+
 @given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40).filter(lambda ns: max(ns) > 1),
-    legs=st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 7)), min_size=1, max_size=5),
+    lengths=st.lists(st.integers(2, 60), min_size=3, max_size=40),
+    legs=st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(0, 4)), min_size=1, max_size=5),
     seed=st.integers(0, 2**33),
     shuffle=st.booleans(),
     prefetch=st.integers(0, 3),
+    packing=st.sampled_from(sorted(PACKERS)),
+    phases=st.sampled_from([PHASES[:1], PHASES[:2], PHASES]),
 )
-@settings(max_examples=20, deadline=None)
-def test_batches_do_not_depend_on_processes_or_restarts(lengths, legs, seed, shuffle, prefetch):
-    documents = documents_of(lengths)
-    (unbroken,) = streams(documents, 1, seed=seed, shuffle=shuffle)
+@settings(max_examples=50, deadline=None)
+def test_batches_do_not_depend_on_processes_or_restarts(lengths, legs, seed, shuffle, prefetch, packing, phases):
+    documents = mixed(lengths, seed)
+    options = {"seed": seed, "shuffle": shuffle, "packing": packing, "phases": phases, **MIXED}
+    (unbroken,) = streams(documents, 1, **options)
     state = None
     for processes, updates in legs:  # each leg is a restart on another number of processes
-        parts = streams(documents, processes, seed=seed, shuffle=shuffle, prefetch=prefetch)
+        parts = streams(documents, processes, prefetch=prefetch, **options)
         for part in parts:
             if state is not None:
                 part.set_state(state)
@@ -65,6 +91,72 @@ def test_batches_do_not_depend_on_processes_or_restarts(lengths, legs, seed, shu
         for part in parts:
             part.close()
     unbroken.close()
+
+
+def digests(parts: list[Stream], updates: int) -> list[str]:
+    batches = (global_batch(parts) for _ in range(updates))
+    return [hashlib.blake2b(b"".join(batch[field].tobytes() for field in FIELDS)).hexdigest() for batch in batches]
+
+
+@pytest.mark.parametrize("packing", sorted(PACKERS))
+def test_two_hundred_updates_of_three_sources_on_1_2_4_8_processes_and_over_five_changes(packing):
+    rng = np.random.default_rng(0)
+    documents = mixed(np.clip(rng.lognormal(3, 1, 600), 2, 400).astype(int).tolist())
+    options = {"seed": 5, "packing": packing, **MIXED}
+    one, two, four, eight = (digests(streams(documents, processes, **options), 200) for processes in (1, 2, 4, 8))
+    assert len(set(one)) == 200 and one == two == four == eight
+    changing: list[str] = []
+    state = None
+    for processes, updates in zip((1, 8, 2, 4, 1, 8), (33, 1, 50, 27, 40, 49), strict=True):
+        parts = streams(documents, processes, **options)
+        for part in parts:
+            if state is not None:
+                part.set_state(state)
+        changing += digests(parts, updates)
+        state = saved(parts)
+    assert changing == one
+
+
+@given(
+    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=40),
+    packing=st.sampled_from(sorted(PACKERS)),
+    borders=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 30), st.integers(1, 3)), min_size=1, max_size=4),
+    shards=st.integers(1, 4),
+    resume=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_every_target_once_an_epoch_over_changes_of_length_and_batch(lengths, packing, borders, shards, resume):
+    documents = documents_of(lengths)
+    starts = np.cumsum([0] + [updates for updates, _, _ in borders[:-1]]).tolist()
+    phases = [Phase(start, length, rows * shards) for start, (_, length, rows) in zip(starts, borders, strict=True)]
+    options = {"phases": phases, "virtual_shards": shards, "packing_bins": 2, "packing": packing, "epochs": [2]}
+    stream = Stream(documents, **options)
+    seen: Counter[int] = Counter()
+    given_out, state = 0, stream.get_state()
+    try:
+        while True:
+            batch = next(stream)
+            live = batch["segments"] > 0
+            assert np.array_equal(batch["labels"][live], batch["tokens"][live] + 1)
+            assert batch["tokens"].shape == (phases[-1].global_batch, phases[-1].length) or given_out < starts[-1]
+            seen.update(batch["tokens"][live].tolist())
+            given_out += 1
+            assert tokens_read(stream.get_state()) == [seen.total()]
+            state = json.loads(json.dumps(stream.get_state()))
+            if resume:
+                stream.close()
+                stream = Stream(documents, **options)
+                stream.set_state(state)
+    except ConfigError as error:
+        assert f"used up after {given_out} updates" in str(error)
+    # A batch that cannot be filled is not given: what the shards still hold makes up the two epochs.
+    stream.set_state(state)
+    for shard in stream._shards.values():
+        for row in shard.rows:
+            seen.update(token for _, start, size in row for token in range(start + 1, start + size + 1))
+    stream.close()
+    last = set((documents.stops - 1).tolist())
+    assert seen == {token: 2 for token in range(1, sum(lengths) + 1) if token - 1 not in last}
 
 
 def test_a_stream_goes_back_in_mid_pack():
@@ -85,7 +177,7 @@ def test_batch_shape_and_small_state():
     assert all(batch[field].shape == (BATCH // 2, LENGTH) and batch[field].dtype == np.int32 for field in FIELDS)
     for _ in range(200):
         next(parts[1])
-    assert len(json.dumps(parts[1].get_state())) < 64 * len(parts[1].shards)
+    assert len(json.dumps(parts[1].get_state())) < 96 * len(parts[1].shards)
 
 
 def test_processes_read_different_samples():
@@ -101,7 +193,7 @@ def test_one_short_document_feeds_eight_shards():
 
 
 def test_unshuffled_order_is_the_corpus_order():
-    stream = Stream(documents_of([LENGTH + 1] * 10), length=LENGTH, global_batch=1, virtual_shards=1, packing_bins=1,
+    stream = Stream(documents_of([LENGTH + 1] * 10), phases=[Phase(0, LENGTH, 1)], virtual_shards=1, packing_bins=1,
                     shuffle=False)  # fmt: skip
     firsts = [int(next(stream)["tokens"][0, 0]) for _ in range(12)]
     assert firsts == [1 + (LENGTH + 1) * (i % 10) for i in range(12)]

@@ -1,0 +1,150 @@
+"""Settings of the data: sources, tokenizer, packing, schedules of batch shapes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from jaxtrain.config.section import Section
+
+SOURCE_KINDS = ("text", "jsonl", "parquet", "arrayrecord", "tokens", "hf")
+
+
+class SourceConfig(Section):
+    """One corpus: exactly one of text, jsonl, parquet, arrayrecord, tokens, hf names it."""
+
+    text: str | None = None
+    """Folder or file of UTF-8 text; every file is a document. 'stdlib' is Python's own source on this machine."""
+    jsonl: str | None = None
+    """File, folder or glob of JSON lines, plain, .gz or .zst; local, or a URL such as gs://bucket/part-*.jsonl."""
+    parquet: str | None = None
+    """File, folder or glob of Parquet files with a column of text or of token lists."""
+    arrayrecord: str | None = None
+    """File, folder or glob of ArrayRecord files: text, JSON when a field is named, token ids when dtype is set."""
+    tokens: str | None = None
+    """File, folder or glob of token files: Megatron's .bin beside .idx, or flat .bin cut after the closing token."""
+    hf: str | None = None
+    """Folder that the Hugging Face datasets library saved (Arrow files)."""
+    include: list[str] = ["*"]
+    """File-name globs read from a folder, recursively."""
+    exclude: list[str] = []
+    """File-name globs left out."""
+    max_documents: PositiveInt | None = None
+    """Use only so many documents, in order of path."""
+    field: str | None = None
+    """JSON field or column that holds text or token ids; null is 'text'."""
+    prompt_field: str | None = None
+    """Field of a prompt that is read but not scored; goes with response_field."""
+    response_field: str | None = None
+    """Field of the response to that prompt; its tokens and the closing one are scored."""
+    messages_field: str | None = None
+    """Field of a chat: a list of {role, content}, laid out by template."""
+    template: dict[str, tuple[str, str]] = {}
+    """Role -> text before and after its content; the turns of assistant, model and gpt are scored."""
+    dtype: Literal["uint16", "int32", "uint32", "int64"] | None = None
+    """How token ids lie in a flat .bin (null is uint16) or in ArrayRecord; a tokens.json beside the files wins."""
+    weight: float = Field(1.0, gt=0)
+    """Share of this source in the mixture, relative to the other sources' weights."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over this source at most; null repeats it as often as its weight asks."""
+
+    @property
+    def kind(self) -> str:
+        """Which of SOURCE_KINDS names this source."""
+        return next(kind for kind in SOURCE_KINDS if getattr(self, kind) is not None)
+
+    @property
+    def path(self) -> str:
+        """The path, URL or glob that names this source."""
+        return str(getattr(self, self.kind))
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> SourceConfig:
+        kinds = [kind for kind in SOURCE_KINDS if getattr(self, kind) is not None]
+        if len(kinds) != 1:
+            raise ValueError(
+                f"a source of data.sources has {' and '.join(kinds) or 'none'} of {', '.join(SOURCE_KINDS)}: "
+                "set exactly one, and list several corpora as several sources"
+            )
+        if (self.prompt_field is None) != (self.response_field is None):
+            raise ValueError("prompt_field and response_field of a source go together: set both or none")
+        ways = [name for name in ("field", "prompt_field", "messages_field") if getattr(self, name) is not None]
+        if len(ways) > 1:
+            raise ValueError(f"a source has {' and '.join(ways)}: a document is one of them, set only one")
+        if ways and self.kind in ("text", "tokens"):
+            raise ValueError(f"{ways[0]} means nothing for a source of {self.kind}: its documents have no fields")
+        if bool(self.template) != (self.messages_field is not None):
+            raise ValueError(
+                "messages_field and template of a source go together: set messages_field to the field of the chat and "
+                "template to a mapping such as {user: ['User: ', '\\n'], assistant: ['Assistant: ', '\\n']}"
+            )
+        return self
+
+
+class TokenizerConfig(Section):
+    """Which tokenizer, or how large a one to train."""
+
+    path: str | None = None
+    """A Hugging Face tokenizer.json; null trains a byte-level BPE on the sources."""
+    vocab_size: PositiveInt = 4096
+    """Entries of a trained tokenizer."""
+
+
+class PhaseConfig(Section):
+    """One phase of a schedule of batch shapes."""
+
+    start: int = Field(0, ge=0)
+    """Updates or tokens (data.schedule_unit) before it; 0 for the first, rising."""
+    length: PositiveInt | None = None
+    """Tokens of a packed row from then on; null is data.length."""
+    global_batch: PositiveInt | None = None
+    """Sequences an update from then on; null is train.global_batch."""
+
+
+class DataConfig(Section):
+    """Corpus to batches."""
+
+    sources: list[SourceConfig] = Field([SourceConfig(text="stdlib", include=["*.py"])], min_length=1)
+    """What to read."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    """Tokenizer."""
+    length: PositiveInt = 256
+    """Tokens of a packed row."""
+    packing: Literal["first_fit", "best_fit", "concat", "none"] = "first_fit"
+    """How rows are filled: whole pieces where they fit, one run cut at row ends, or one piece a row."""
+    packing_bins: PositiveInt = 32
+    """Rows a shard keeps open for first-fit and best-fit."""
+    long: Literal["split", "drop"] = "split"
+    """Documents that are longer than a row (the longest of the schedule) are cut, or left out and counted."""
+    schedule: list[PhaseConfig] = []
+    """Phases of other lengths and batches; evaluation keeps data.length and train.global_batch."""
+    schedule_unit: Literal["updates", "tokens"] = "updates"
+    """What the schedule's starts count; tokens are positions, padding counted."""
+    virtual_shards: PositiveInt | None = None
+    """Slices of the corpus, fixed for a run's life; null is the largest divisor of the global batch up to 64."""
+    shuffle: bool = True
+    """Shuffle documents anew each epoch."""
+    held_out: float = Field(0.05, ge=0, lt=1)
+    """Share of documents, chosen by a hash of their name, kept for evaluation."""
+    cache: str = "~/.cache/jaxtrain"
+    """Where tokenized corpora and trained tokenizers are kept."""
+    on_bad_record: Literal["fail", "skip"] = "fail"
+    """A record that cannot be read ends the run, or is left out and counted."""
+    allow_changed: bool = False
+    """Go on with a run whose corpus changed since it began; its data position is kept as numbers."""
+
+    @property
+    def lengths(self) -> list[tuple[str, int]]:
+        """Every row length of a run and the setting that names it."""
+        phases = [(f"data.schedule[{i}].length", phase.length) for i, phase in enumerate(self.schedule)]
+        return [("data.length", self.length), *((name, length) for name, length in phases if length)]
+
+    @model_validator(mode="after")
+    def _schedule_rises(self) -> DataConfig:
+        starts = [phase.start for phase in self.schedule]
+        if starts and (starts[0] != 0 or sorted(set(starts)) != starts):
+            raise ValueError(
+                f"data.schedule starts at {starts}: the first phase starts at 0 and each later one after the one before"
+            )
+        return self

@@ -1,0 +1,421 @@
+"""Files -> records, kind by kind: a new kind of source is one row of KINDS.
+
+A kind names its files' suffixes, cuts a file into spans that can be read on their own, and reads a span as records.
+What cannot be read comes as `Bad`, so that whoever reads decides between an error and a count.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from array_record.python.array_record_module import ArrayRecordReader
+
+from jaxtrain.config import ConfigError, SourceConfig, nearest
+from jaxtrain.data.files import BLOCK, File, unreadable
+from jaxtrain.data.tokenfiles import read_sidecar
+
+# Names under which published chats let the model speak.
+SCORED_ROLES = frozenset({"assistant", "model", "gpt"})
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+JSON_SUFFIXES = tuple(f".{stem}{codec}" for stem in ("jsonl", "json", "ndjson") for codec in ("", *CODECS))
+ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A stretch of a document: its text, whether its tokens are scored, whether names of special tokens count."""
+
+    text: str
+    scored: bool
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Token ids of a document (any integer dtype), and which of them are scored as targets (bool; None is all)."""
+
+    ids: np.ndarray
+    scored: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+Content = str | Ids | tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Part lo..hi of a file, in the units of its kind; its first record has number `first`."""
+
+    file: File
+    lo: int
+    hi: int
+    first: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """One document before it is tokenized: its number in its file (None: the file is the document) and content."""
+
+    file: File
+    index: int | None
+    content: Content
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that cannot be read, its file, and what is wrong at which place."""
+
+    file: File
+    message: str
+
+
+Item = Record | Bad
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How one kind of source is read."""
+
+    suffixes: tuple[str, ...]
+    split: Callable[[File, int], Iterator[Span]]
+    read: Callable[[Span, SourceConfig, Path], Iterator[Item]]
+
+
+class _UnfitError(ValueError):
+    """A value that is no document; the reader adds the place."""
+
+
+def whole(file: File, size: int) -> Iterator[Span]:
+    """A file that is read from its beginning."""
+    yield Span(file, 0, file.size, 0, file.size)
+
+
+def read_text(span: Span, source: SourceConfig | None = None, cache: Path | None = None) -> Iterator[Item]:
+    """A file of UTF-8 text is one document; a file of nothing but blanks is none."""
+    try:
+        if not span.file.remote and Path(span.file.url).exists() and not Path(span.file.url).is_file():
+            yield Bad(span.file, f"{span.file.url} is no regular file")
+            return
+        data = span.file.read()
+        text = decode(data)
+    except OSError as error:
+        yield Bad(span.file, f"{span.file.url} cannot be read ({unreadable(error)})")
+    except _UnfitError as error:
+        yield Bad(span.file, f"{span.file.url} is {error}")
+    else:
+        if text.strip():
+            yield Record(span.file, None, text)
+
+
+def decode(data: bytes) -> str:
+    """UTF-8 text; raises ValueError for zero bytes and for bytes that are none."""
+    if (at := data.find(0)) >= 0:
+        raise _UnfitError(f"binary, not text (a zero byte at offset {at})")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _UnfitError(f"not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start})") from None
+
+
+def split_lines(file: File, size: int) -> Iterator[Span]:
+    """Plain JSON lines are cut at line ends about `size` bytes apart; compressed ones are whole."""
+    if Path(file.name).suffix in CODECS or file.size <= size:
+        yield from whole(file, size)
+        return
+    lo, line = 0, 0
+    with file.open() as stream:
+        while lo < file.size:
+            hi, lines = lo, 0
+            while hi - lo < size and (block := stream.read(min(16 * BLOCK, size))):
+                hi, lines = hi + len(block), lines + block.count(b"\n")
+            rest = stream.readline() if hi < file.size else b""
+            hi, lines = hi + len(rest), lines + rest.count(b"\n")
+            if hi == lo:
+                return
+            yield Span(file, lo, hi, line, hi - lo)
+            lo, line = hi, line + lines
+
+
+def read_jsonl(span: Span, source: SourceConfig, cache: Path) -> Iterator[Item]:
+    """Each line that is not blank is a document, numbered by its line from 1."""
+    number = span.first
+    try:
+        with span.file.open() as raw:
+            codec = CODECS.get(Path(span.file.name).suffix)
+            # Arrow's streams have no lines of their own.
+            stream: Any = io.BufferedReader(pa.CompressedInputStream(raw, codec), BLOCK) if codec else raw  # type: ignore[type-var]
+            if not codec:
+                raw.seek(span.lo)
+            at = span.lo
+            while (codec or at < span.hi) and (line := stream.readline()):
+                number, at = number + 1, at + len(line)
+                if line.strip():
+                    yield _json_record(span.file, number, line, source, f"line {number}")
+    except (OSError, EOFError) as error:
+        yield Bad(span.file, f"{span.file.url} cannot be read past line {number} ({unreadable(error)})")
+
+
+def _json_record(file: File, number: int, line: bytes, source: SourceConfig, place: str) -> Item:
+    try:
+        text = decode(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _UnfitError(f"not JSON ({error.msg} at column {error.colno})") from None
+        except (RecursionError, ValueError) as error:
+            raise _UnfitError(f"not JSON ({unreadable(error)})") from None
+        return Record(file, number, content_of(value, source))
+    except _UnfitError as error:
+        return Bad(file, f"{file.url}, {place}: {error}")
+
+
+def content_of(value: Any, source: SourceConfig) -> Content:
+    """The document in one record: text, token ids, prompt and response, or a chat; raises ValueError when unfit."""
+    if not isinstance(value, Mapping):
+        raise _UnfitError(f"a {type(value).__name__}, not an object with fields")
+    if source.messages_field:
+        return _chat(_field(value, source.messages_field), source)
+    if source.prompt_field and source.response_field:
+        prompt, response = (_text(_field(value, name), name) for name in (source.prompt_field, source.response_field))
+        if not response:
+            raise _UnfitError(f"the field {source.response_field!r} is empty: there is nothing to score")
+        return Turn(prompt, False), Turn(response, True)
+    name = source.field or "text"
+    found = _field(value, name)
+    return _text(found, name) if isinstance(found, str) else token_ids(found, name)
+
+
+def _field(value: Mapping[str, Any], name: str) -> Any:
+    if name not in value:
+        raise _UnfitError(
+            f"there is no field {name!r}{nearest(name, value)}; it has {', '.join(map(str, value)) or 'none'}: "
+            "set field of the source"
+        )
+    return value[name]
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise _UnfitError(f"the field {name!r} is {_short(value)}, not text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise _UnfitError(f"the field {name!r} has a lone surrogate at character {error.start}, no text") from None
+    return value
+
+
+def token_ids(value: Any, name: str) -> Ids:
+    """Token ids of a list; raises ValueError when it is none."""
+    try:
+        ids = np.asarray(value) if value is not None else None
+    except ValueError:
+        ids = None
+    if ids is None or ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise _UnfitError(f"the field {name!r} is {_short(value)}, neither text nor a list of token ids")
+    return Ids(ids)
+
+
+def _chat(messages: Any, source: SourceConfig) -> tuple[Turn, ...]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not len(messages):
+        raise _UnfitError(f"the field {source.messages_field!r} is {_short(messages)}, not a list of messages")
+    turns: list[Turn] = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise _UnfitError(f"a message is {_short(message)}, not an object with role and content")
+        role, content = message["role"], _text(message["content"], "content")
+        if not isinstance(role, str) or role not in source.template:
+            raise _UnfitError(
+                f"the role {role!r} is not in the source's template{nearest(str(role), source.template)}, "
+                f"which has {', '.join(source.template)}: add it there"
+            )
+        before, after = source.template[role]
+        scored = role in SCORED_ROLES
+        turns += [Turn(before, False, True), Turn(content, scored), Turn(after, scored, True)]
+    return tuple(turns)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def split_row_groups(file: File, size: int) -> Iterator[Span]:
+    """Row groups of a Parquet file, about `size` bytes together."""
+    with _readable(file) as stream:
+        meta = pq.ParquetFile(stream).metadata
+        rows = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+    yield from _runs(file, rows, size)
+
+
+def read_parquet(span: Span, source: SourceConfig, cache: Path) -> Iterator[Item]:
+    """Each row is a document, numbered from 0."""
+    number = span.first
+    try:
+        with span.file.open() as stream:
+            table = pq.ParquetFile(stream)
+            columns = _columns(table.schema_arrow.names, source, span.file)
+            for batch in table.iter_batches(ROWS, list(range(span.lo, span.hi)), columns):
+                yield from _rows(span.file, number, batch, source)
+                number += batch.num_rows
+    except (OSError, pa.ArrowException) as error:
+        yield Bad(span.file, f"{span.file.url} cannot be read past row {number} ({unreadable(error)})")
+
+
+def split_batches(file: File, size: int) -> Iterator[Span]:
+    """Record batches of an Arrow file, about `size` bytes together."""
+    with _readable(file) as stream:
+        rows = [batch.num_rows for batch in _arrow(stream)]
+    yield from _runs(file, rows, size)
+
+
+def read_arrow(span: Span, source: SourceConfig, cache: Path) -> Iterator[Item]:
+    """Each row of an Arrow stream or file, as the datasets library saves them, is a document, numbered from 0."""
+    number = span.first
+    try:
+        with span.file.open() as stream:
+            for place, batch in enumerate(_arrow(stream)):
+                if not span.lo <= place < span.hi:
+                    continue
+                columns = _columns(batch.schema.names, source, span.file)
+                yield from _rows(span.file, number, batch.select(columns), source)
+                number += batch.num_rows
+    except (OSError, pa.ArrowException) as error:
+        yield Bad(span.file, f"{span.file.url} cannot be read past row {number} ({unreadable(error)})")
+
+
+def _arrow(stream: Any) -> Iterator[pa.RecordBatch]:
+    """Batches of the streaming format, or of the file format (which opens with ARROW1)."""
+    file_format = stream.read(6) == b"ARROW1"
+    stream.seek(0)
+    if not file_format:
+        yield from pa.ipc.open_stream(stream)
+        return
+    reader = pa.ipc.open_file(stream)
+    for place in range(reader.num_record_batches):
+        yield reader.get_batch(place)
+
+
+def _columns(names: Sequence[str], source: SourceConfig, file: File) -> list[str]:
+    """The columns that are read; raises ConfigError when one is not there."""
+    settings = ("messages_field", "prompt_field", "response_field")
+    wanted = {s: str(getattr(source, s)) for s in settings if getattr(source, s)} or {"field": source.field or "text"}
+    for setting, name in wanted.items():
+        if name not in names:
+            raise ConfigError(
+                f"{file.url} has no column {name!r}{nearest(name, names)}; it has {', '.join(names)}: "
+                f"set {setting} of the source"
+            )
+    return list(wanted.values())
+
+
+def _rows(file: File, first: int, batch: pa.RecordBatch, source: SourceConfig) -> Iterator[Item]:
+    plain = batch.column(0) if batch.num_columns == 1 and not source.messages_field else None
+    if plain is not None and pa.types.is_list(plain.type) | pa.types.is_large_list(plain.type):
+        # A list column is one flat array with borders: no Python object a token.
+        flat, borders, there = plain.values.to_numpy(zero_copy_only=False), plain.offsets.to_numpy(), plain.is_valid()
+        values: Any = (flat[lo:hi] if ok.as_py() else None for (lo, hi), ok in zip(pairwise(borders), there))  # noqa: B905
+        rows: Any = ({batch.schema.names[0]: value} for value in values)
+    else:
+        rows = batch.to_pylist()
+    for number, row in enumerate(rows, first):
+        try:
+            yield Record(file, number, content_of(row, source))
+        except _UnfitError as error:
+            yield Bad(file, f"{file.url}, row {number}: {error}")
+
+
+def _runs(file: File, rows: Sequence[int], size: int) -> Iterator[Span]:
+    """Neighbouring groups of rows joined into spans of about `size` bytes."""
+    share = max(1, round(len(rows) * size / max(file.size, 1)))
+    borders = [*range(0, len(rows), share), len(rows)]
+    firsts = np.concatenate([[0], np.cumsum(rows)])
+    for lo, hi in pairwise(borders):
+        yield Span(file, lo, hi, int(firsts[lo]), file.size * (hi - lo) // len(rows))
+
+
+@contextmanager
+def _readable(file: File) -> Iterator[Any]:
+    """The opened file; what Arrow raises while it is cut becomes a ConfigError that names it."""
+    try:
+        with file.open() as stream:
+            yield stream
+    except (OSError, pa.ArrowException) as error:
+        raise ConfigError(f"{file.url} cannot be read ({unreadable(error)})") from None
+
+
+def split_records(file: File, size: int) -> Iterator[Span]:
+    """Runs of records of an ArrayRecord file, about `size` bytes together; remote files are whole."""
+    if file.remote:
+        yield Span(file, 0, -1, 0, file.size)
+        return
+    count = _array_record(Path(file.url)).num_records()
+    share = max(1, round(count * size / max(file.size, 1)))
+    for lo in range(0, count, share):
+        hi = min(lo + share, count)
+        yield Span(file, lo, hi, lo, file.size * (hi - lo) // count)
+
+
+def read_arrayrecord(span: Span, source: SourceConfig, cache: Path) -> Iterator[Item]:
+    """Each record is a document, numbered from 0: ids when dtype is set, JSON when a field is named, else text."""
+    reader = _array_record(span.file.local(cache))
+    sidecar = None if span.file.remote else read_sidecar(str(Path(span.file.url).parent))
+    dtype, masked = (sidecar.dtype, sidecar.scored) if sidecar else (source.dtype, False)
+    fields = source.field or source.prompt_field or source.messages_field
+    hi = reader.num_records() if span.hi < 0 else span.hi
+    for lo in range(span.lo, hi, ROWS):
+        try:
+            records = reader.read(lo, min(lo + ROWS, hi))
+        except (RuntimeError, IndexError) as error:
+            yield Bad(span.file, f"{span.file.url} cannot be read past record {lo} ({unreadable(error)})")
+            continue
+        for number, data in enumerate(records, lo):
+            if fields and dtype is None:
+                yield _json_record(span.file, number, data, source, f"record {number}")
+                continue
+            try:
+                yield Record(span.file, number, ids_of(data, dtype, masked) if dtype else decode(data))
+            except _UnfitError as error:
+                yield Bad(span.file, f"{span.file.url}, record {number}: {error}")
+
+
+def ids_of(data: bytes, dtype: str, masked: bool) -> Ids:
+    """Token ids as they lie in a record, little-endian; `masked`: a byte a token follows, whether it is scored."""
+    width = np.dtype(dtype).newbyteorder("<")
+    count, rest = divmod(len(data), width.itemsize + masked)
+    if rest:
+        raise _UnfitError(f"{len(data)} bytes, no whole number of {dtype} token ids")
+    scored = np.frombuffer(data, np.bool_, offset=count * width.itemsize) if masked else None
+    return Ids(np.frombuffer(data, width, count), scored)
+
+
+def _array_record(path: Path) -> ArrayRecordReader:
+    try:
+        reader = ArrayRecordReader(str(path))
+        sound = reader.ok()
+    except RuntimeError:
+        sound = False
+    if not sound:
+        raise ConfigError(f"{path} is no whole ArrayRecord file (its index at the end is damaged)")
+    return reader
+
+
+KINDS: dict[str, Kind] = {
+    "text": Kind((), whole, read_text),
+    "jsonl": Kind(JSON_SUFFIXES, split_lines, read_jsonl),
+    "parquet": Kind((".parquet",), split_row_groups, read_parquet),
+    "arrayrecord": Kind((".array_record", ".arrayrecord"), split_records, read_arrayrecord),
+    "hf": Kind((".arrow",), split_batches, read_arrow),
+}

@@ -1,0 +1,283 @@
+"""Token files: Megatron's .bin/.idx and flat .bin, memory-mapped; the sidecar that tells which tokenizer wrote them.
+
+An index (Megatron-LM, megatron/core/datasets/indexed_dataset.py) is, little-endian: 9 bytes of magic, version 1 (u64),
+code of the dtype (u8), number of sequences (u64), number of document borders (u64); then the sequences' lengths in
+tokens (i32), their places in bytes (i64), and the documents' borders in sequences (i64, the first is 0).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxtrain.config import ConfigError, SourceConfig
+from jaxtrain.data.cache import build_once
+from jaxtrain.data.files import BLOCK, File, fingerprint, sampled_digest, unreadable
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+CODES = {name: code for code, name in DTYPES.items()}
+SIDECAR, PARTIAL, TOKENIZER = "tokens.json", "tokens.partial.json", "tokenizer.json"
+SCORED = ".scored"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Counts of one written shard; `largest` is its largest token id, `bytes` those of the text it was made of.
+
+    A unit of input that held no document has counts but no file; `reasons` are the first of what was skipped.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    bytes: int
+    largest: int
+    skipped: int
+    empty: int
+    reasons: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What tokens.json beside token shards says: format, dtype, whether tokens are masked, tokenizer, shards."""
+
+    format: str
+    dtype: str
+    scored: bool
+    tokenizer: str
+    shards: tuple[Shard, ...]
+
+    def total(self, count: str) -> int:
+        """A count of Shard over all shards."""
+        return sum(getattr(shard, count) for shard in self.shards)
+
+    def shard(self, name: str) -> Shard | None:
+        """The shard of this file name (without suffix), if it was written with the others."""
+        return self._by_name.get(name)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Shard]:
+        return {shard.name: shard for shard in self.shards}
+
+    def dump(self, key: str) -> str:
+        """JSON, with the totals and the `key` of what was tokenized."""
+        totals = {key: self.total(key) for key in ("documents", "tokens", "bytes", "skipped", "empty")}
+        ratio = {"bytes_per_token": round(totals["bytes"] / max(totals["tokens"], 1), 4)}
+        return json.dumps({**asdict(self), **totals, **ratio, "key": key}, indent=1) + "\n"
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """One mapped file: flat tokens, borders of its documents, flags beside the tokens, digest of all of it."""
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    scored: np.ndarray | None
+    fingerprint: str
+
+
+def read_sidecar(folder: str) -> Sidecar | None:
+    """The sidecar of a folder of token shards; None where there is none.
+
+    Raises ConfigError when it is damaged, or the shards are not all written yet.
+    """
+    path = Path(folder) / SIDECAR
+    if not path.exists():
+        if (path.with_name(PARTIAL)).exists():
+            raise ConfigError(
+                f"{folder} holds token shards that are not all written: run jaxtrain tokenize with --out {folder} again"
+            )
+        return None
+    return _sidecar(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=16)  # asked for each of thousands of shards
+def _sidecar(path: Path, version: int) -> Sidecar:
+    try:
+        tree = json.loads(path.read_text())
+        shards = tuple(Shard(**entry) for entry in tree["shards"])
+        return Sidecar(tree["format"], tree["dtype"], tree["scored"], tree["tokenizer"], shards)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged ({unreadable(error)}): write the shards again") from None
+
+
+def open_token_file(file: File, source: SourceConfig, eos: int, vocab_size: int, cache: Path) -> TokenFile:
+    """Map a token file; nothing of its size is read but, once for each version of a file without sidecar, its ids.
+
+    Raises ConfigError naming the file and the place: truncated, index that does not fit, an id beyond the vocabulary.
+    """
+    path, index = file.local(cache), file.sibling(".idx")
+    sidecar = None if file.remote else read_sidecar(str(path.parent))
+    if sidecar and sidecar.format == "bin" and index is None:
+        raise ConfigError(f"{file.url} has lost its index {path.with_suffix('.idx').name}: write the shards again")
+    digests = [sampled_digest(path)]
+    if index:
+        digests.append(sampled_digest(index.local(cache)))
+        dtype, starts, stops = read_index(index.local(cache), file.size)
+    else:
+        dtype, starts, stops = np.dtype(source.dtype or "uint16").newbyteorder("<"), None, None
+    if not file.size or file.size % dtype.itemsize:
+        raise ConfigError(
+            f"{file.url} is truncated or not of {dtype.name}: {file.size} bytes are no whole number of "
+            f"{dtype.itemsize}-byte token ids; fetch it again, or set dtype of the source"
+        )
+    # np.asarray: the memmap subclass costs microseconds a slice, its base maps the same pages.
+    tokens = np.asarray(np.memmap(path, dtype, mode="r"))
+    shard = sidecar.shard(path.stem) if sidecar else None
+    largest = shard.largest if shard and shard.tokens == len(tokens) else None
+    if starts is None or largest is None:
+        largest, smallest, ends = _scanned(path, file, dtype, None if starts is not None else eos, cache)
+        if smallest < 0:
+            _refuse_id(file, tokens, vocab_size)
+        if starts is None:
+            starts, stops = np.concatenate([[0], ends[:-1]]), ends
+    assert largest is not None and stops is not None
+    if largest >= vocab_size:
+        _refuse_id(file, tokens, vocab_size)
+    scored = _map_scored(file, path, len(tokens)) if sidecar and sidecar.scored else None
+    return TokenFile(tokens, starts, stops, scored, fingerprint(digests, dtype.name))
+
+
+def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray, np.ndarray]:
+    """dtype, starts and stops (in tokens, int64) of the documents of an index whose .bin has `size` bytes.
+
+    Raises ConfigError: no index, cut short, or it describes another file.
+    """
+    raw = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+    header = raw[: HEADER.size].tobytes()
+    magic, version, code, sequences, borders = HEADER.unpack(header) if len(header) == HEADER.size else (b"",) * 5
+    if magic != MAGIC or version != 1 or code not in DTYPES:
+        raise ConfigError(
+            f"{path} is no Megatron index (magic {magic!r}, version {version}, dtype {code}): remove it if the .bin is "
+            f"flat; known are version 1 and dtypes {', '.join(DTYPES.values())}"
+        )
+    dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+    need = HEADER.size + 12 * sequences + 8 * borders
+    if len(raw) < need or not sequences:
+        raise ConfigError(
+            f"{path} is cut short: {len(raw)} bytes where {sequences} sequences need {need}; fetch it again"
+        )
+    sizes = np.frombuffer(raw, "<i4", sequences, HEADER.size)
+    places = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
+    documents = np.frombuffer(raw, "<i8", borders, HEADER.size + 12 * sequences)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    fits = (
+        (places == (ends - sizes) * dtype.itemsize).all()
+        and (sizes >= 0).all()
+        and borders > 1
+        and documents[0] == 0
+        and documents[-1] == sequences
+        and (np.diff(documents) >= 0).all()
+    )
+    if not fits:
+        raise ConfigError(f"{path} is damaged: its places, lengths and documents contradict each other; write it again")
+    if ends[-1] * dtype.itemsize != size:
+        raise ConfigError(
+            f"{path.with_suffix('.bin')} has {size} bytes where its index describes {ends[-1]} tokens of {dtype.name}, "
+            f"{ends[-1] * dtype.itemsize} bytes: it is truncated or the index belongs to another file; fetch both again"
+        )
+    edges = np.concatenate([[0], ends])[documents]
+    return dtype, edges[:-1], edges[1:]
+
+
+class TokenWriter:
+    """Writes one shard NAME.bin with NAME.idx (and NAME.scored, a byte a token); whole or absent under its name."""
+
+    def __init__(self, path: Path, dtype: str, scored: bool) -> None:
+        self._path, self._dtype, self._scored = path, np.dtype(dtype), scored
+        self._suffixes = (".bin", *([SCORED] if scored else []), ".idx")
+        self._files: list[BinaryIO] = []
+        self._sizes: list[int] = []
+
+    def __enter__(self) -> TokenWriter:
+        self._files = [self._scratch(suffix).open("wb") for suffix in self._suffixes[:-1]]
+        return self
+
+    def write(self, ids: np.ndarray, scored: np.ndarray | None) -> None:
+        """Append one document; `scored` None is all."""
+        ids.astype(self._dtype).tofile(self._files[0])
+        if self._scored:
+            (np.ones(len(ids), bool) if scored is None else scored).tofile(self._files[1])
+        self._sizes.append(len(ids))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            file.close()
+        if kind is None:
+            write_index(self._scratch(".idx"), self._dtype.name, np.asarray(self._sizes, np.int64))
+            for suffix in self._suffixes:
+                self._scratch(suffix).rename(self._path.with_suffix(suffix))
+
+    def _scratch(self, suffix: str) -> Path:
+        return self._path.with_suffix(f"{suffix}.partial")
+
+
+def write_index(path: Path, dtype: str, sizes: np.ndarray) -> None:
+    """Write the index of documents of these sizes in tokens, each one sequence, that lie one after another."""
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, 1, CODES[dtype], len(sizes), len(sizes) + 1))
+        sizes.astype("<i4").tofile(file)
+        ((np.cumsum(sizes) - sizes) * np.dtype(dtype).itemsize).astype("<i8").tofile(file)
+        np.arange(len(sizes) + 1, dtype="<i8").tofile(file)
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The narrowest dtype that Megatron's format has for ids below `vocab_size`."""
+    return "uint16" if vocab_size <= 2**16 else "int32"
+
+
+def _map_scored(file: File, path: Path, count: int) -> np.ndarray:
+    beside = path.with_suffix(SCORED)
+    if not beside.exists() or beside.stat().st_size != count:
+        raise ConfigError(f"{beside}, the loss mask of {file.url}, is missing or cut short: write the shards again")
+    return np.asarray(np.memmap(beside, np.bool_, mode="r"))
+
+
+def _scanned(path: Path, file: File, dtype: np.dtype, eos: int | None, cache: Path) -> tuple[int, int, np.ndarray]:
+    """Largest and smallest id, and the documents' ends after each `eos`; read in blocks, once for a file's version."""
+
+    def scan(target: Path) -> None:
+        largest, smallest, ends, at = 0, 0, [], 0
+        for block in _blocks(path, dtype):
+            largest, smallest = max(largest, int(block.max())), min(smallest, int(block.min()))
+            if eos is not None:
+                ends.append(np.flatnonzero(block == eos) + (at + 1))
+            at += len(block)
+        if eos is not None and (not any(map(len, ends)) or np.concatenate(ends)[-1] != at):
+            ends.append(np.array([at]))
+        np.savez(target, range=np.array([largest, smallest]), ends=np.concatenate(ends or [np.zeros(0, np.int64)]))
+
+    key = fingerprint([sampled_digest(path), file.stamp, dtype.name, str(eos)])
+    found: Any = np.load(build_once(cache / "token-files" / f"{key}.npz", scan))
+    return int(found["range"][0]), int(found["range"][1]), found["ends"]
+
+
+def _blocks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
+    with path.open("rb") as file:
+        while len(block := np.fromfile(file, dtype, 8 * BLOCK)):
+            yield block
+
+
+def _refuse_id(file: File, tokens: np.ndarray, vocab_size: int) -> None:
+    for at in range(0, len(tokens), 8 * BLOCK):
+        block = tokens[at : at + 8 * BLOCK]
+        if len(bad := np.flatnonzero((block >= vocab_size) | (block < 0))):
+            raise ConfigError(
+                f"{file.url} has token id {block[bad[0]]} at token {at + bad[0]}, beyond the tokenizer's vocabulary of "
+                f"{vocab_size} (ids 0..{vocab_size - 1}): name the tokenizer that wrote it in data.tokenizer.path, or "
+                "set dtype of the source"
+            )
+    raise ConfigError(f"{file.url} differs from what {SIDECAR} beside it says: write the shards again")
