@@ -119,7 +119,8 @@ def test_eval_and_generate_open_the_run(
     assert result["step"] == UPDATES and result["eval_loss"] == pytest.approx(unbroken[-1]["eval_loss"], rel=1e-5)
     # Restored onto another mesh than it was trained on.
     assert main(["eval", run, "--mesh.tensor=2", "--rules.preset=[fsdp, tensor]"]) == 0
-    assert f"held-out loss {unbroken[-1]['eval_loss']:.3f}" in capsys.readouterr().out
+    printed = re.search(r"held-out loss ([\d.]+)", capsys.readouterr().out)
+    assert printed and float(printed[1]) == pytest.approx(unbroken[-1]["eval_loss"], abs=1e-4)
     assert main(["generate", run, "--prompt", "def f", "--tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("def f")
     assert main(["generate", str(place / "corpus"), "--prompt", "x"]) == 2
