@@ -19,6 +19,7 @@ from jaxtrain.data.documents import Documents, Flat, Names, join
 from jaxtrain.data.files import fingerprint
 from jaxtrain.data.readers import Bad, Ids, Record
 from jaxtrain.data.sources import Listing, Tally, list_source, refuse_or_count, texts_of, training_texts
+from jaxtrain.data.stored import Stored
 from jaxtrain.data.tokenfiles import TOKENIZER, Sidecar, TokenFile, open_token_file, read_sidecar
 from jaxtrain.data.tokenizer import TextTokenizer, prepare_tokenizer
 
@@ -268,10 +269,9 @@ def _open(folder: Path, listing: Listing, tokenizer: TextTokenizer, key: str) ->
     try:
         offsets, places = np.load(folder / "offsets.npy"), np.load(folder / "places.npy")
         tally = Tally(**json.loads((folder / "tally.json").read_text())).plus(listing.tally)
-        # np.asarray: the memmap subclass costs microseconds a slice, its base maps the same pages.
-        tokens = np.asarray(np.memmap(folder / "tokens.bin", dtype, mode="r"))
+        tokens = Stored(folder / "tokens.bin", dtype)
         mask = folder / "scored.bin"
-        scored = np.asarray(np.memmap(mask, np.bool_, mode="r")) if mask.exists() else None
+        scored = Stored(mask, np.bool_) if mask.exists() else None
     except (OSError, ValueError, EOFError, TypeError) as error:
         raise ConfigError(f"data.cache: {folder} is damaged ({error}): remove it, it is built again") from None
     if (

@@ -1,0 +1,48 @@
+"""Flat files read by slices."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.config import ConfigError
+from jaxtrain.data.stored import Stored
+
+NUMBERS = np.arange(3000, dtype="<u2")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("stored") / "numbers.bin"
+    NUMBERS.tofile(path)
+    return path
+
+
+@given(start=st.integers(0, 3100), size=st.integers(0, 400))
+@settings(max_examples=60, deadline=None)
+def test_slices_are_those_of_the_array(path, start, size):
+    stored = Stored(path, np.dtype("<u2"))
+    got = stored[start : start + size]
+    assert len(stored) == 3000 and got.dtype == np.uint16 and np.array_equal(got, NUMBERS[start : start + size])
+    assert np.array_equal(stored[:5], NUMBERS[:5])
+
+
+def test_a_file_cut_short_meanwhile_is_one_message(path, tmp_path):
+    short = tmp_path / "short.bin"
+    short.write_bytes(path.read_bytes())
+    stored = Stored(short, np.dtype("<u2"))
+    os.truncate(short, 1000)
+    assert stored[490:500][-1] == 499
+    with pytest.raises(ConfigError, match=r"short.bin was cut short under this run: 20 bytes at 980 where 40 were"):
+        stored[490:510]
+
+
+def test_the_file_is_closed_with_its_last_reader(path):
+    before = len(os.listdir("/proc/self/fd"))
+    many = [Stored(path, np.uint8) for _ in range(10)]
+    assert len(os.listdir("/proc/self/fd")) == before + 10
+    del many
+    assert len(os.listdir("/proc/self/fd")) == before
