@@ -86,7 +86,7 @@ class TokenizerConfig(Section):
     """Which tokenizer, or how large a one to train."""
 
     path: str | None = None
-    """A Hugging Face tokenizer.json; null trains a byte-level BPE on the sources."""
+    """tokenizer.json or sentencepiece .model; null is the one beside token shards, or a byte-level BPE trained here."""
     vocab_size: PositiveInt = 4096
     """Entries of a trained tokenizer."""
 
