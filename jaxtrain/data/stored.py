@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import weakref
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from jaxtrain.config import ConfigError
+
+# A corpus may have more shards than a process may hold open; reopening costs microseconds.
+OPEN_FILES = 256
+Version = tuple[int, int]
 
 
 class Stored:
@@ -20,9 +25,10 @@ class Stored:
 
     def __init__(self, path: Path, dtype: np.dtype | type) -> None:
         self._path, self._dtype = path, np.dtype(dtype)
-        self._file = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self._file)
-        self._length = os.fstat(self._file).st_size // self._dtype.itemsize
+        status = os.stat(path)
+        self._version = (status.st_ino, status.st_mtime_ns)
+        _opened(path, self._version)
+        self._length = status.st_size // self._dtype.itemsize
 
     def __len__(self) -> int:
         return self._length
@@ -32,7 +38,8 @@ class Stored:
         assert step == 1, place
         width = self._dtype.itemsize
         try:
-            data = os.pread(self._file, max(stop - start, 0) * width, start * width)
+            file = _opened(self._path, self._version)
+            data = os.pread(file.number, max(stop - start, 0) * width, start * width)
         except OSError as error:
             raise ConfigError(f"{self._path} cannot be read any more ({error.strerror}): mend that, resume") from None
         if len(data) != max(stop - start, 0) * width:
@@ -41,3 +48,20 @@ class Stored:
                 f"{(stop - start) * width} were; restore the file, then resume"
             )
         return np.frombuffer(data, self._dtype)
+
+
+class _File:
+    """An open file, closed with its last user."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self.number)
+
+
+@lru_cache(maxsize=OPEN_FILES)
+def _opened(path: Path, version: Version) -> _File:
+    file = _File(path)
+    status = os.fstat(file.number)
+    if (status.st_ino, status.st_mtime_ns) != version:
+        raise ConfigError(f"{path} was written anew under this run: restore the file, then resume")
+    return file

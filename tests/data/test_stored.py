@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config import ConfigError
-from jaxtrain.data.stored import Stored
+from jaxtrain.data.stored import OPEN_FILES, Stored
 
 NUMBERS = np.arange(3000, dtype="<u2")
 
@@ -40,9 +40,15 @@ def test_a_file_cut_short_meanwhile_is_one_message(path, tmp_path):
         stored[490:510]
 
 
-def test_the_file_is_closed_with_its_last_reader(path):
+def test_more_files_than_are_held_open(tmp_path):
+    for number in range(2 * OPEN_FILES):
+        np.full(3, number, "<u2").tofile(tmp_path / f"{number}.bin")
     before = len(os.listdir("/proc/self/fd"))
-    many = [Stored(path, np.uint8) for _ in range(10)]
-    assert len(os.listdir("/proc/self/fd")) == before + 10
-    del many
-    assert len(os.listdir("/proc/self/fd")) == before
+    many = [Stored(tmp_path / f"{number}.bin", np.dtype("<u2")) for number in range(2 * OPEN_FILES)]
+    for _ in range(2):
+        assert [int(stored[1:2][0]) for stored in many] == list(range(2 * OPEN_FILES))
+    assert len(os.listdir("/proc/self/fd")) <= before + OPEN_FILES
+    (tmp_path / "0.bin").unlink()
+    np.full(3, 9, "<u2").tofile(tmp_path / "0.bin")
+    with pytest.raises(ConfigError, match=r"0\.bin was written anew under this run"):
+        many[0][0:1]
