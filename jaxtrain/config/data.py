@@ -45,7 +45,7 @@ class SourceConfig(Section):
     dtype: Literal["uint16", "int32", "uint32", "int64"] | None = None
     """How token ids lie in a flat .bin (null is uint16) or in ArrayRecord; a tokens.json beside the files wins."""
     weight: float = Field(1.0, gt=0)
-    """Share of this source in the mixture, relative to the other sources' weights."""
+    """Share of this source in the tokens of the mixture, relative to the other sources' weights."""
     epochs: float | None = Field(None, gt=0)
     """Passes over this source at most; null repeats it as often as its weight asks."""
 
