@@ -45,7 +45,7 @@ class SourceConfig(Section):
     dtype: Literal["uint16", "int32", "uint32", "int64"] | None = None
     """How token ids lie in a flat .bin (null is uint16) or in ArrayRecord; a tokens.json beside the files wins."""
     weight: float = Field(1.0, gt=0)
-    """Share of this source in the mixture, relative to the other sources' weights."""
+    """Share of this source in the tokens of the mixture, relative to the other sources' weights."""
     epochs: float | None = Field(None, gt=0)
     """Passes over this source at most; null repeats it as often as its weight asks."""
 
@@ -86,7 +86,7 @@ class TokenizerConfig(Section):
     """Which tokenizer, or how large a one to train."""
 
     path: str | None = None
-    """A Hugging Face tokenizer.json; null trains a byte-level BPE on the sources."""
+    """tokenizer.json or sentencepiece .model; null is the one beside token shards, or a byte-level BPE trained here."""
     vocab_size: PositiveInt = 4096
     """Entries of a trained tokenizer."""
 

@@ -19,7 +19,8 @@ from jaxtrain.data.documents import Documents, Flat, Names, join
 from jaxtrain.data.files import fingerprint
 from jaxtrain.data.readers import Bad, Ids, Record
 from jaxtrain.data.sources import Listing, Tally, list_source, refuse_or_count, texts_of, training_texts
-from jaxtrain.data.tokenfiles import TOKENIZER, Sidecar, TokenFile, open_token_file, read_sidecar
+from jaxtrain.data.stored import Stored
+from jaxtrain.data.tokenfiles import TOKENIZER, Shard, Sidecar, TokenFile, open_token_file, read_sidecar
 from jaxtrain.data.tokenizer import TextTokenizer, prepare_tokenizer
 
 __all__ = ["Corpus", "Documents", "Flat", "encode_records", "prepare", "tokenizer_of"]
@@ -184,10 +185,16 @@ def _mapped(listing: Listing, tokenizer: TextTokenizer, cache: Path) -> _Part:
     if source.max_documents is not None:
         whole = whole.select(np.arange(min(source.max_documents, len(whole))))
     key = fingerprint((file.fingerprint for file in opened), tokenizer.fingerprint, str(source.max_documents))
-    sidecars = [sidecar for _, sidecar in sidecars_of(listing)]
-    shards = [shard for sidecar in sidecars for shard in sidecar.shards]
+    shards = _shards_of(listing) if source.max_documents is None else []
     tally = Tally(len(whole), sum(shard.bytes for shard in shards))
     return _Part(whole, key, tally, sum(shard.tokens for shard in shards if shard.bytes))
+
+
+def _shards_of(listing: Listing) -> list[Shard]:
+    """What sidecars say of the files of a source."""
+    sidecars = dict(sidecars_of(listing))
+    found = [(sidecars.get(Path(file.url).parent), Path(file.url).stem) for file in listing.files]
+    return [shard for sidecar, name in found if sidecar and (shard := sidecar.shard(name))]
 
 
 def _joined(opened: Sequence[TokenFile], names: Names) -> Documents:
@@ -268,10 +275,9 @@ def _open(folder: Path, listing: Listing, tokenizer: TextTokenizer, key: str) ->
     try:
         offsets, places = np.load(folder / "offsets.npy"), np.load(folder / "places.npy")
         tally = Tally(**json.loads((folder / "tally.json").read_text())).plus(listing.tally)
-        # np.asarray: the memmap subclass costs microseconds a slice, its base maps the same pages.
-        tokens = np.asarray(np.memmap(folder / "tokens.bin", dtype, mode="r"))
+        tokens = Stored(folder / "tokens.bin", dtype)
         mask = folder / "scored.bin"
-        scored = np.asarray(np.memmap(mask, np.bool_, mode="r")) if mask.exists() else None
+        scored = Stored(mask, np.bool_) if mask.exists() else None
     except (OSError, ValueError, EOFError, TypeError) as error:
         raise ConfigError(f"data.cache: {folder} is damaged ({error}): remove it, it is built again") from None
     if (

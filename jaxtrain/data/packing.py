@@ -136,7 +136,7 @@ class Rows(Iterator[list[Span]]):
 
     def __next__(self) -> list[Span]:
         plan = self._planned() if self._plan is None else self._plan
-        if self.row == len(plan):
+        if self.row >= len(plan):
             (self.cursor, self.skip), self.row = self._after, 0
             plan = self._planned()
         self._plan = plan
@@ -155,8 +155,7 @@ class Rows(Iterator[list[Span]]):
         left = [span for row in plan[self.row :] for span in row]
         cursor, skip = self._after
         if skip:
-            source, start, size = self._items(cursor)[0]
-            left.append((source, start + skip, size - skip))
+            left += _cut(self._items(cursor)[:1], skip, self._length, at_row_ends=False)
             cursor += 1
         carried = self._carried[cursor:]
         return left + carried, self._base + max(cursor - len(self._carried), 0)
@@ -211,7 +210,8 @@ def _cut(items: Iterable[Span], skip: int, length: int, at_row_ends: bool) -> It
     room = length
     for source, start, size in items:
         start, size, skip = start + skip, size - skip, 0
-        while size:
+        # A place kept over a change of the corpus may skip more than the item now has.
+        while size > 0:
             step = min(size, room)
             yield source, start, step
             start, size = start + step, size - step

@@ -195,6 +195,8 @@ def content_of(value: Any, source: SourceConfig) -> Content:
         return Turn(prompt, False), Turn(response, True)
     name = source.field or "text"
     found = _field(value, name)
+    if isinstance(found, bytes):
+        return decode(found)
     return _text(found, name) if isinstance(found, str) else token_ids(found, name)
 
 
@@ -322,19 +324,32 @@ def _columns(names: Sequence[str], source: SourceConfig, file: File) -> list[str
 
 
 def _rows(file: File, first: int, batch: pa.RecordBatch, source: SourceConfig) -> Iterator[Item]:
-    plain = batch.column(0) if batch.num_columns == 1 and not source.messages_field else None
-    if plain is not None and pa.types.is_list(plain.type) | pa.types.is_large_list(plain.type):
+    plain: Any = batch.column(0)
+    lists = pa.types.is_list(plain.type) or pa.types.is_large_list(plain.type)
+    if lists and pa.types.is_integer(plain.type.value_type) and not plain.values.null_count:
         # A list column is one flat array with borders: no Python object a token.
         flat, borders, there = plain.values.to_numpy(zero_copy_only=False), plain.offsets.to_numpy(), plain.is_valid()
         values: Any = (flat[lo:hi] if ok.as_py() else None for (lo, hi), ok in zip(pairwise(borders), there))  # noqa: B905
         rows: Any = ({batch.schema.names[0]: value} for value in values)
     else:
-        rows = batch.to_pylist()
+        rows = _python_rows(batch)
     for number, row in enumerate(rows, first):
         try:
+            if isinstance(row, UnicodeDecodeError):
+                raise _UnfitError(f"not UTF-8 (byte 0x{row.object[row.start]:02x} at offset {row.start})")
             yield Record(file, number, content_of(row, source))
         except _UnfitError as error:
             yield Bad(file, f"{file.url}, row {number}: {error}")
+
+
+def _python_rows(batch: pa.RecordBatch) -> list[Any]:
+    """Rows as mappings; in place of one whose text is no UTF-8 the error."""
+    try:
+        return list(batch.to_pylist())
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [error]
+        return [row for place in range(batch.num_rows) for row in _python_rows(batch.slice(place, 1))]
 
 
 def _runs(file: File, rows: Sequence[int], size: int) -> Iterator[Span]:

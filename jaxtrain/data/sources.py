@@ -117,7 +117,7 @@ def list_source(source: SourceConfig, where: str, cache: Path, on_bad: str = "fa
     suffixes = TOKEN_SUFFIXES if source.kind == "tokens" else KINDS[source.kind].suffixes
     files = list_files(source, where, suffixes)
     if source.kind == "hf":
-        _check_saved(source, where, files)
+        files = _saved(source, where, files)
     if source.kind == "tokens":
         return Listing(where, source, tuple(files), Tally())
     key = fingerprint((f"{f.name}\0{f.url}\0{f.size}\0{f.stamp}" for f in files), _settings(source), on_bad, FORMAT)
@@ -298,9 +298,10 @@ def _remembered(record: Path) -> Listing | None:
         return None
 
 
-def _check_saved(source: SourceConfig, where: str, files: Sequence[File]) -> None:
-    """A folder saved by the datasets library lists its Arrow files in state.json; all must be there."""
-    root = source.path.rstrip("/")
+def _saved(source: SourceConfig, where: str, files: list[File]) -> list[File]:
+    """The Arrow files, in order, that state.json of a folder saved by the datasets library lists; all without one."""
+    root = source.path if "://" in source.path else str(Path(source.path).expanduser())
+    root = root.rstrip("/")
     try:
         if (splits := stat(f"{root}/dataset_dict.json", "")) is not None:
             names = json.loads(splits.read())["splits"]
@@ -309,14 +310,16 @@ def _check_saved(source: SourceConfig, where: str, files: Sequence[File]) -> Non
                 f"name one of them, such as {root}/{names[0]}"
             )
         if (state := stat(f"{root}/state.json", "")) is None:
-            return
+            return files
         tree = json.loads(state.read())
-        expected = {entry["filename"] for entry in tree["_data_files"]}
+        listed = [entry["filename"] for entry in tree["_data_files"]]
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{where}.hf: {root} is damaged ({unreadable(error)}): save it again") from None
-    if missing := sorted(expected - {file.name for file in files}):
+    found = {file.name: file for file in files}
+    if missing := [name for name in listed if name not in found]:
         raise ConfigError(f"{where}.hf: {root} lacks {', '.join(missing)}, which state.json lists: fetch it again")
     if tree.get("_indices_data_files"):
         raise ConfigError(f"{where}.hf: {root} is stored with a table of indices: flatten_indices() it and save again")
+    return [found[name] for name in listed]

@@ -198,7 +198,9 @@ class Stream(Iterator[Batch]):
         rest = self._at(number, place["before"]).rows.rest() if "before" in place else ([], 0)
         shard = self._born(number, place["phase"], *rest)
         shard.rows.go(place["cursor"], place["skip"], place["row"])
-        shard.before, shard.read = place.get("before"), list(place["read"])
+        shard.before = place.get("before")
+        # A corpus that was changed on purpose may have more or fewer sources than the place.
+        shard.read = [*place["read"], *shard.read][: len(shard.read)]
         return shard
 
     def _place_of(self, shard: _Shard) -> Place:

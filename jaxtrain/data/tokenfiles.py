@@ -21,6 +21,7 @@ import numpy as np
 from jaxtrain.config import ConfigError, SourceConfig
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import BLOCK, File, fingerprint, sampled_digest, unreadable
+from jaxtrain.data.stored import Stored
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -78,12 +79,12 @@ class Sidecar:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One mapped file: flat tokens, borders of its documents, flags beside the tokens, digest of all of it."""
+    """One open file: flat tokens, borders of its documents, flags beside the tokens, digest of all of it."""
 
-    tokens: np.ndarray
+    tokens: Stored
     starts: np.ndarray
     stops: np.ndarray
-    scored: np.ndarray | None
+    scored: Stored | None
     fingerprint: str
 
 
@@ -132,8 +133,7 @@ def open_token_file(file: File, source: SourceConfig, eos: int, vocab_size: int,
             f"{file.url} is truncated or not of {dtype.name}: {file.size} bytes are no whole number of "
             f"{dtype.itemsize}-byte token ids; fetch it again, or set dtype of the source"
         )
-    # np.asarray: the memmap subclass costs microseconds a slice, its base maps the same pages.
-    tokens = np.asarray(np.memmap(path, dtype, mode="r"))
+    tokens = Stored(path, dtype)
     shard = sidecar.shard(path.stem) if sidecar else None
     largest = shard.largest if shard and shard.tokens == len(tokens) else None
     if starts is None or largest is None:
@@ -239,11 +239,11 @@ def token_dtype(vocab_size: int) -> str:
     return "uint16" if vocab_size <= 2**16 else "int32"
 
 
-def _map_scored(file: File, path: Path, count: int) -> np.ndarray:
+def _map_scored(file: File, path: Path, count: int) -> Stored:
     beside = path.with_suffix(SCORED)
     if not beside.exists() or beside.stat().st_size != count:
         raise ConfigError(f"{beside}, the loss mask of {file.url}, is missing or cut short: write the shards again")
-    return np.asarray(np.memmap(beside, np.bool_, mode="r"))
+    return Stored(beside, np.bool_)
 
 
 def _scanned(path: Path, file: File, dtype: np.dtype, eos: int | None, cache: Path) -> tuple[int, int, np.ndarray]:
@@ -271,7 +271,7 @@ def _blocks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
             yield block
 
 
-def _refuse_id(file: File, tokens: np.ndarray, vocab_size: int) -> None:
+def _refuse_id(file: File, tokens: Stored, vocab_size: int) -> None:
     for at in range(0, len(tokens), 8 * BLOCK):
         block = tokens[at : at + 8 * BLOCK]
         if len(bad := np.flatnonzero((block >= vocab_size) | (block < 0))):

@@ -191,6 +191,11 @@ class _Runner:
         """Numbers of the finished run; `summary.json` holds them."""
         rows = self.log.rows()
         losses = [row["loss"] for row in rows if row.get("loss") is not None]
+        shares = self._shares()
+        self.log.say("read: " + ", ".join(
+            f"{each['source']} {each['tokens']:,} tokens, {each['share']:.1%}, {each['epochs']:.3g} epochs"
+            for each in shares
+        ))  # fmt: skip
         evals = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
         first_eval = next((row["eval_loss_before"] for row in rows if "eval_loss_before" in row), None)
         return {
@@ -210,7 +215,7 @@ class _Runner:
             "mesh": {axis: size for axis, size in self.setup.topology.sizes.items() if size > 1} or {"data": 1},
             "state_bytes_per_device": state_bytes_per_device(self.setup.abstract),
             "sample": self._sample(),
-            "sources": self._shares(),
+            "sources": shares,
             **({"phases": self._phases()} if len(self.setup.phases) > 1 else {}),
             **self.meters[self.phase].summary(),
         }

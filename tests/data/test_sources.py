@@ -223,6 +223,27 @@ def test_skipped_text_files_are_counted(tmp_path):
     assert corpus.skipped == 2 and texts_of(corpus) == TEXTS
 
 
+def test_rows_that_are_no_text(tmp_path):
+    (tmp_path / "in").mkdir()
+    raw = [b"one", b"caf\xe9", b"two"]
+    strings = pa.array(raw, pa.binary())
+    # Writers that do not check leave such bytes in columns of text.
+    unchecked = pa.Array.from_buffers(pa.string(), 3, strings.buffers())
+    for column in (unchecked, strings):
+        pq.write_table(pa.table({"text": column}), tmp_path / "in/a.parquet")
+        source = {"parquet": str(tmp_path / "in")}
+        with pytest.raises(ConfigError, match=r"a\.parquet, row 1: not UTF-8 \(byte 0xe9 at offset 3\)"):
+            corpus_of(tmp_path, source)
+        corpus = corpus_of(tmp_path, source, on_bad_record="skip")
+        assert texts_of(corpus) == ["one", "two"] and corpus.skipped == 1
+        assert list(corpus.train.names) == ["a.parquet:0", "a.parquet:2"]
+    pq.write_table(pa.table({"text": pa.array([[1, 2], None, [3, None]])}), tmp_path / "in/a.parquet")
+    with pytest.raises(ConfigError, match=r"row 1: the field 'text' is None"):
+        corpus_of(tmp_path, source)
+    corpus = corpus_of(tmp_path, source, on_bad_record="skip")
+    assert [corpus.train[i].tolist() for i in range(len(corpus.train))] == [[1, 2]] and corpus.skipped == 2
+
+
 def test_wrong_column_names_the_nearest(tmp_path):
     for kind in ("parquet", "hf"):
         source = write(kind, tmp_path / kind, TEXTS, "body")
@@ -239,7 +260,7 @@ def test_a_shard_cut_short(tmp_path, kind):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     with pytest.raises(ConfigError, match=rf"data\.sources\[0\]: .*{path.name}.*on_bad_record: skip"):
         corpus_of(tmp_path, source)
-    (tmp_path / "more").mkdir()
+    (tmp_path / "in/state.json").unlink(missing_ok=True)
     good = write(kind, tmp_path / "more", TEXTS)
     (whole,) = [p for p in (tmp_path / "more").iterdir() if p.name != "state.json"]
     whole.rename(tmp_path / "in" / f"z{whole.name}")
@@ -267,6 +288,8 @@ def test_folders_of_the_datasets_library(tmp_path):
     (tmp_path / "in/dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(ConfigError, match=r"holds the splits train, test: name one of them, such as .*in/train"):
         corpus_of(tmp_path, {"hf": str(tmp_path / "in")})
+    (tmp_path / "in/train/cache-0123.arrow").write_bytes(b"what map() leaves behind")
+    assert texts_of(corpus_of(tmp_path, source)) == TEXTS
     state = tmp_path / "in/train/state.json"
     state.write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}, {"filename": "data-00001.arrow"}]}')
     with pytest.raises(ConfigError, match=r"lacks data-00001\.arrow, which state\.json lists"):

@@ -159,6 +159,30 @@ def test_every_target_once_an_epoch_over_changes_of_length_and_batch(lengths, pa
     assert seen == {token: 2 for token in range(1, sum(lengths) + 1) if token - 1 not in last}
 
 
+@given(
+    old=st.lists(st.integers(2, 60), min_size=3, max_size=40),
+    new=st.lists(st.integers(2, 60), min_size=2, max_size=40),
+    packing=st.sampled_from(sorted(PACKERS)),
+    updates=st.integers(0, 9),
+)
+@settings(max_examples=30, deadline=None)
+def test_a_place_kept_over_a_change_of_the_corpus_goes_on(old, new, packing, updates):
+    options = {"packing": packing, "phases": PHASES}
+    (stream,) = streams(mixed(old), 1, **options, **MIXED)
+    for _ in range(updates):
+        next(stream)
+    state = saved([stream])
+    stream.close()
+    changed = replace(documents_of(new), source=np.arange(len(new), dtype=np.int32) % 2)
+    (stream,) = streams(changed, 1, **options, weights=[1.0, 2.0], epochs=[None, None])
+    stream.set_state(state)
+    for _ in range(5):
+        batch = next(stream)
+        live = batch["segments"] > 0
+        assert np.array_equal(batch["labels"][live], batch["tokens"][live] + 1)
+    stream.close()
+
+
 def test_a_stream_goes_back_in_mid_pack():
     (stream,) = streams(documents_of([5, 30, 7, 9, 22] * 20), 1)
     for _ in range(3):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.config import ConfigError, RunConfig, validate
+from jaxtrain.config import ConfigError, RunConfig, dump_config, validate
 from jaxtrain.data import IGNORE, open_stream, prepare
 from jaxtrain.train.loop import train
 from jaxtrain.train.setup import resolve
@@ -85,6 +87,19 @@ def test_stopped_before_at_and_after_a_border_it_goes_on_as_unbroken(place: Path
     # An evaluation also follows the last update of each start.
     for row, other in zip(got, want, strict=True):
         assert {**row, "eval_loss": None} == {**other, "eval_loss": None}
+
+
+def test_two_processes_cross_a_border_as_one(place: Path) -> None:
+    (place / "run.yaml").write_text(dump_config(config_of(place, updates=5)))
+    command = [sys.executable, "-m", "jaxtrain", "launch", str(place / "run.yaml"), "--run", str(place / "two"),
+               "--processes", "2", "--devices-per-process", "1",
+               "--checkpoint.every", "8", "--eval.every", "null"]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    for got, want in zip(rows(place / "two"), rows(place / "unbroken")[:5], strict=True):
+        assert got["scored_tokens"] == want["scored_tokens"]
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
+    summary = json.loads((place / "two" / "summary.json").read_text())
+    assert sum(source["tokens"] for source in summary["sources"]) == summary["tokens_total"]
 
 
 def test_a_phase_that_does_not_fit_the_mesh_names_the_schedule(place: Path) -> None:
