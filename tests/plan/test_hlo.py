@@ -95,8 +95,10 @@ def test_trip_counts_multiply_and_the_source_line_is_found() -> None:
     [(place, dot)] = [(c, one) for c, one in program.instructions() if one.kind == "dot"]
     assert program.executions[place.name] == 15
     lines, first = inspect.getsourcelines(nested)
-    line = first + next(i for i, text in enumerate(lines) if "c @ x" in text)
-    assert dot.source == f"{__file__}:{line}"
+    calls = ["c @ x", "lax.scan(inner", "lax.scan(outer"]
+    expected = [f"{__file__}:{first + next(i for i, text in enumerate(lines) if call in text)}" for call in calls]
+    assert dot.source == expected[0]
+    assert [line for line in dot.stack if line in expected] == expected
     assert dot.op_name.endswith("dot_general")
 
 

@@ -73,7 +73,7 @@ def test_constraints_and_hand_written_collectives_are_asked_for() -> None:
     assert invented(lambda x: jnp.sin(cut(jnp.tanh(x), None, None)), P("b")) == []
 
     def by_hand(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(jnp.tanh(x), "b").sum(0) + jax.lax.ppermute(x, "b", [(0, 1), (1, 0)])
+        return jax.lax.all_gather(jnp.tanh(x), "b").sum(0) + jax.lax.ppermute(jnp.sin(x), "b", [(0, 1), (1, 0)])
 
     assert invented(jax.shard_map(by_hand, mesh=MESH, in_specs=P("b"), out_specs=P("b"), check_vma=False), P("b")) == []
 
