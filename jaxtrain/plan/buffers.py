@@ -14,17 +14,23 @@ _LINE = re.compile(r"^ +([\w.\-]+)\{([\d,]*)\}: (\d+) bytes \(cumulative: (\d+) 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One value that lives at the peak: bytes a device, and the operation and source line that made it.
+    """One value that lives at the peak: bytes a device, and the operation and source lines that made it.
 
-    For what a loop carries, `made_by` is the operation that gives the carried value, not the loop.
+    For what a loop carries, `made_by` is the operation that gives the carried value, not the loop. Source lines are
+    those of `Instruction.stack`; all is '' or () for a name that does not stand in the program.
     """
 
     name: str
     bytes: int
     shape: str
     op_name: str
-    source: str
+    stack: tuple[str, ...]
     made_by: str
+
+    @property
+    def source(self) -> str:
+        """The innermost source line, "file:line", or ''."""
+        return self.stack[0] if self.stack else ""
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,14 @@ def read_peak(report: str, program: Program) -> Peak:
 
 def _buffer(tracer: Tracer, name: str, value: Value | None, size: int) -> Buffer:
     if value is None:
-        return Buffer(name, size, "", "", "", "")
+        return Buffer(name, size, "", "", (), "")
     label = name + "".join(f"{{{i}}}" for i in value.path)
     shapes = value.instruction.shapes
     index = value.path[0] if len(value.path) == 1 and value.path[0] < len(shapes) else 0
     fits = [shape for shape in (shapes[index], *reversed(shapes)) if shape.bytes == size]
     shown = f"{fits[0].dtype}[{','.join(map(str, fits[0].dims))}]" if fits else ""
     one = tracer.maker(value).instruction
-    return Buffer(label, size, shown, one.op_name, one.source, one.name)
+    return Buffer(label, size, shown, one.op_name, one.stack, one.name)
 
 
 def _stand_ins(report: str, places: dict[str, Value]) -> dict[str, Value]:
