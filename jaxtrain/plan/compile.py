@@ -275,6 +275,7 @@ def _memory(
         aliased=parts["alias"],
         temporaries=parts["temp"],
         exact=exact,
+        live=read_peak(dumps[0], program).bytes if dumps[0] else summed,
         largest=live_buffers(program, *dumps) if dumps[0] else (),
     )
 
