@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import cache
 from html.parser import HTMLParser
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ from rich.console import Console
 
 import jaxtrain
 from jaxtrain.cli import main
-from jaxtrain.config import ConfigError, RunConfig, load_config, replace, validate
+from jaxtrain.config import ConfigError, RunConfig, dump_config, load_config, replace, validate
 from jaxtrain.observe.flops import training_flops
 from jaxtrain.plan import compile as plan
 from jaxtrain.plan.compile import compile_for, make_request, named_cluster, run_worker
@@ -195,8 +196,6 @@ def test_cpu_target_agrees_on_work_and_says_how_far_off_it_is() -> None:
 
 
 def config_file(folder: Path, config: RunConfig) -> str:
-    from jaxtrain.config import dump_config
-
     (folder / "run.yaml").write_text(dump_config(config))
     return str(folder / "run.yaml")
 
@@ -249,6 +248,24 @@ def test_a_missing_package_is_named_with_its_mend(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(plan, "PLAN_PACKAGES", tmp_path)
     with pytest.raises(ConfigError, match=r"run make setup-plan .* or use --target cpu"):
         small()
+
+
+def test_tpu_without_libtpu() -> None:
+    if find_spec("libtpu") is not None:
+        pytest.skip("libtpu is installed")
+    cluster = named_cluster("h100_8x8", ["cluster.target=v5e:4x4", "cluster.devices_per_node=4"])
+    with pytest.raises(ConfigError, match="needs libtpu, which is not installed"):
+        compile_for(SMALL, cluster, 16, "tpu")
+
+
+def test_two_configurations_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (tmp_path / name for name in ("one.yaml", "two.yaml"))
+    one.write_text(dump_config(SMALL))
+    two.write_text(dump_config(replace(SMALL, "remat.policy=none", "train.global_batch=32")))
+    arguments = ["--cluster", "h100_8x8", "--devices", "16", "--target", "cpu"]
+    assert main(["compile", str(one), "--diff", str(two), *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "train.global_batch" in printed and "executed TFLOP" in printed and "gradient reductions" in printed
 
 
 def test_a_compiler_that_aborts_is_told_in_one_message(tmp_path: Path) -> None:
