@@ -67,6 +67,7 @@ PERMUTE = [(0, 1), (1, 2), (2, 3), (3, 0)]
          ("tensor",)),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("lines_in_the_cache_key")
 def test_kind_bytes_calls_and_axes(body: object, kind: str, payload: int, wire: int, axes: tuple[str, ...]) -> None:
     """x [16, 64] float32 on each of 2 x 4 devices, 4,096 bytes, in a scan of 5; wire by the ring formulas."""
     program = compiled(in_a_scan(body, 5), (128, 64))

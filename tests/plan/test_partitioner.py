@@ -63,6 +63,7 @@ def shuffled(x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("f", "text", "kind"), [(rolled, "jnp.roll", "collective-permute"), (shuffled, "swapaxes", "all-gather")]
 )
+@pytest.mark.usefixtures("lines_in_the_cache_key")
 def test_resharding_that_nobody_asked_for_is_named_with_its_line(
     f: Callable[..., jax.Array], text: str, kind: str
 ) -> None:
