@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from texts import llama, module
 
-pytestmark = pytest.mark.usefixtures("lines_in_the_cache_key")
-
 from jaxtrain.plan.groups import read_groups, read_pairs
 from jaxtrain.plan.hlo import read_program
+
+pytestmark = pytest.mark.usefixtures("lines_in_the_cache_key")
 
 
 @pytest.mark.parametrize(
