@@ -87,7 +87,9 @@ def test_memory_is_the_state_and_what_lives_beside_it(report: Report) -> None:
     assert memory.arguments < memory.peak < memory.arguments + memory.temporaries + 2**20
     assert memory.card == 80e9 and memory.fits and memory.spare == 80e9 - memory.peak and memory.host == 0
     sizes = [one.bytes for one in memory.largest]
-    assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= memory.live <= memory.peak
+    assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= memory.live
+    # Two answers of the compiler: live ranges added up, and what it allocates.
+    assert memory.live == pytest.approx(memory.peak, rel=0.01)
     assert any("jaxtrain/ops/" in one.source for one in memory.largest)
 
 
