@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import islice
 
+import grain
 import numpy as np
 
 from jaxtrain.config import ConfigError, DataConfig, RunConfig
@@ -58,25 +59,41 @@ def shards_of_rows(lo: int, hi: int, global_batch: int, virtual_shards: int) -> 
 def open_stream(
     documents: Documents, config: RunConfig, shards: range | None = None, prefetch: int = PREFETCH
 ) -> Stream:
-    """The stream of a run over `documents`, of all virtual shards or those a process owns.
+    """The stream of a run over `documents`, of all virtual shards or those a process owns; see Batches."""
+    return iter(Batches(documents, config, shards, prefetch))
 
+
+class Batches(grain.IterDataset[Batch]):
+    """A run's batches as a Grain dataset: Grain's transformations compose on it, and keep its exact state.
+
+    Order, packing and prefetch are our own below Grain's interface: its shuffle costs milliseconds a read on a few
+    records, and its packers replay tokens for a second or more when 64 shards resume.
     Raises ConfigError when a source has no target, or the virtual shards do not divide the global batches.
     """
-    data, phases = config.data, phases_of(config.data, config.train)
-    return Stream(
-        documents,
-        phases=phases,
-        virtual_shards=resolve_virtual_shards(data, *(phase.global_batch for phase in phases)),
-        weights=[source.weight for source in data.sources],
-        epochs=[source.epochs for source in data.sources],
-        packing=data.packing,
-        long=data.long,
-        packing_bins=data.packing_bins,
-        seed=config.train.seed,
-        shuffle=data.shuffle,
-        shards=shards,
-        prefetch=prefetch,
-    )
+
+    def __init__(
+        self, documents: Documents, config: RunConfig, shards: range | None = None, prefetch: int = PREFETCH
+    ) -> None:
+        super().__init__()
+        self._source = (documents, config, shards, prefetch)
+
+    def __iter__(self) -> Stream:
+        documents, config, shards, prefetch = self._source
+        data, phases = config.data, phases_of(config.data, config.train)
+        return Stream(
+            documents,
+            phases=phases,
+            virtual_shards=resolve_virtual_shards(data, *(phase.global_batch for phase in phases)),
+            weights=[source.weight for source in data.sources],
+            epochs=[source.epochs for source in data.sources],
+            packing=data.packing,
+            long=data.long,
+            packing_bins=data.packing_bins,
+            seed=config.train.seed,
+            shuffle=data.shuffle,
+            shards=shards,
+            prefetch=prefetch,
+        )
 
 
 @dataclass
@@ -89,7 +106,7 @@ class _Shard:
     read: list[int]
 
 
-class Stream(Iterator[Batch]):
+class Stream(grain.DatasetIterator[Batch]):
     """Batches of the owned shards, int32 [len(shards) * global_batch / virtual_shards, length] of the phase a field.
 
     A thread prepares `prefetch` batches ahead; the state belongs to the batch last given out. `weights` and `epochs`
@@ -113,6 +130,11 @@ class Stream(Iterator[Batch]):
         shards: range | None = None,
         prefetch: int = PREFETCH,
     ) -> None:
+        super().__init__()
+        # First, because Grain closes an iterator that could not be made, too.
+        self._prefetch = prefetch
+        self._pending: deque[Future[tuple[Batch, State]]] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         assert all(phase.global_batch % virtual_shards == 0 for phase in phases), (phases, virtual_shards)
         self.virtual_shards, self.phases = virtual_shards, tuple(phases)
         self.shards = range(virtual_shards) if shards is None else shards
@@ -123,9 +145,6 @@ class Stream(Iterator[Batch]):
         self._update = 0
         self._shards = {str(shard): self._born(shard) for shard in self.shards}
         self._place = self._places()
-        self._prefetch = prefetch
-        self._pending: deque[Future[tuple[Batch, State]]] = deque()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
 
     def __next__(self) -> Batch:
         while len(self._pending) <= self._prefetch:
@@ -155,6 +174,7 @@ class Stream(Iterator[Batch]):
 
     def close(self) -> None:
         """Stop the thread; the stream gives no more batches."""
+        super().close()
         self._drop_pending()
         self._thread.shutdown()
 

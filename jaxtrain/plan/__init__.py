@@ -1,6 +1,6 @@
 """Reading a compiled program: what runs, how often, what it moves and what hides it.
 
-Pure functions of the text of `compiled.as_text()`; nothing here imports jax.
+Pure functions of the text of `compiled.as_text()`; the files listed here import no jax.
 
 hlo.py
     read_program(text) -> Program                 .partitions .executions {computation: times} .unknown (Unknown, ...)
@@ -30,6 +30,6 @@ partitioner.py
                                                                         after), ...]
 
 buffers.py
-    read_peak(report, program) -> Peak(bytes, buffers (Buffer(name, bytes, shape, op_name, source, made_by), ...))
+    read_peak(report, program) -> Peak(bytes, buffers (Buffer(name, bytes, shape, op_name, stack, made_by), ...))
                                                   `report`: the file *jit_update*-live-range.txt of xla_dump_to
 """

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxtrain.config import CONFIG_ROOT, ClusterConfig, ConfigError, RunConfig, load_config, nearest, to_tree
 from jaxtrain.observe.flops import peak_flops, training_flops
-from jaxtrain.plan.buffers import read_peak
+from jaxtrain.plan.buffers import Peak, find_peak
 from jaxtrain.plan.cards import cluster_target
 from jaxtrain.plan.collectives import (
     Collective,
@@ -70,8 +70,10 @@ def compile_for(
     with tempfile.TemporaryDirectory(prefix="jaxtrain-compile-") as folder:
         answer, stderr = run_worker({**request, "folder": folder}, timeout)
         text = Path(folder, "program.txt").read_text(encoding="utf-8")
-        live, dumped = (_dumped(Path(folder), what) for what in ("live-range", "gpu_after_optimizations"))
-    return make_report(config, request, answer, text, stderr, (live, dumped))
+        dumps = tuple(
+            _dumped(Path(folder), what) for what in ("live-range", "buffer-assignment", "after_optimizations")
+        )
+    return make_report(config, request, answer, text, stderr, dumps)
 
 
 def named_cluster(name: str | Path, overrides: Iterable[str] = ()) -> ClusterConfig:
@@ -156,7 +158,7 @@ def make_report(
     stderr: str,
     dumps: tuple[str, str] = ("", ""),
 ) -> Report:
-    """Read a compiled program and what the compiler wrote beside it; `dumps`: live ranges and the program, or ''."""
+    """Read a compiled program and what the compiler wrote beside it; `dumps`: live ranges, places, or ''."""
     program = read_program(text)
     domain = np.array(answer["domain"])
     links, notes = _links(config)
@@ -237,24 +239,12 @@ def telling_source(stack: tuple[str, ...]) -> str:
     return re.sub(r"^.*/(?=jaxtrain/)", "", lines[0]) if lines else ""
 
 
-def live_buffers(program: Program, live: str, dumped: str) -> tuple[LiveBuffer, ...]:
-    """The largest buffers alive at the peak, by the compiler's list, with what made them.
-
-    The list has names of the dumped program, where a collective that runs asynchronously stands in a computation of
-    its own; `program` has it as a start and a done.
-    """
-    by_name = {one.name: one for _, one in program.instructions()}
-    roots = dict(re.findall(r"^%(\S+) \([^\n]*\{\n(?:  [^\n]*\n)*?  ROOT %(\S+) = ", dumped, re.MULTILINE))
-    starts = {
-        roots.get(inner, ""): start
-        for start, inner in re.findall(r"^ +%(\S+) = .* async-start\(.*calls=%([^\s,]+)", dumped, re.MULTILINE)
-    }
-    found = []
-    for one in sorted(read_peak(live, program).buffers, key=lambda one: -one.bytes)[:BUFFERS_SHOWN]:
-        made = by_name.get(one.made_by or starts.get(one.name, ""))
-        op_name, stack = (made.op_name, made.stack) if made else (one.op_name, ())
-        found.append(LiveBuffer(one.name, one.bytes, one.shape, op_name.replace("\\'", "'"), telling_source(stack)))
-    return tuple(found)
+def live_buffers(peak: Peak) -> tuple[LiveBuffer, ...]:
+    """The largest buffers alive at the peak, with the operation and the line that made them."""
+    return tuple(
+        LiveBuffer(one.name, one.bytes, one.shape, one.op_name.replace("\\'", "'"), telling_source(one.stack))
+        for one in peak.buffers[:BUFFERS_SHOWN]
+    )
 
 
 def _memory(
@@ -264,6 +254,7 @@ def _memory(
     parts = {name: sizes[f"{name}_size_in_bytes"] for name in ("argument", "output", "alias", "temp")}
     host = sum(sizes[f"host_{name}_size_in_bytes"] * (-1 if name == "alias" else 1) for name in parts)
     summed = parts["argument"] + parts["output"] - parts["alias"] + parts["temp"]
+    peak = find_peak(dumps[0], dumps[1], program) if dumps[0] and dumps[1] else None
     gb = config.cluster.memory_gb
     return MemoryReport(
         # The compiler counts arguments in host memory as part of the peak.
@@ -275,7 +266,8 @@ def _memory(
         aliased=parts["alias"],
         temporaries=parts["temp"],
         exact=exact,
-        largest=live_buffers(program, *dumps) if dumps[0] else (),
+        live=peak.bytes if peak else summed,
+        largest=live_buffers(peak) if peak else (),
     )
 
 

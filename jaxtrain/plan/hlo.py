@@ -38,7 +38,7 @@ class Instruction:
     """One line of a computation, in scheduled order.
 
     `shapes` are the leaves of the result (a tuple flattened), `operands` names in the same computation, `attributes`
-    the raw text by key, `stack` the source lines that made it, "file:line", the innermost first.
+    the raw text by key, `stack` the source lines that made it, "file:line", the innermost first, each once.
     """
 
     name: str
@@ -341,7 +341,8 @@ class _Reader:
         # The printed parent is one more than the frame's number, and one's own where there is none.
         parent = numbers.get("parent_frame_id", 1) - 1
         rest = self._frames(parent) if 0 < parent < frame else ()
-        self.stacks[frame] = (f"{name}:{place.get('line', '?')}", *rest) if numbers else ()
+        # Inlining a loop's body puts the loop's own frames under frames that hold them already: each line once.
+        self.stacks[frame] = tuple(dict.fromkeys((f"{name}:{place.get('line', '?')}", *rest))) if numbers else ()
         return self.stacks[frame]
 
     def program(self) -> Program:

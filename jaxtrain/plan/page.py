@@ -29,7 +29,7 @@ WIDTH = 1000
 LANES = {"matmul": "matmuls", "fast": "inside a domain", "network": "across domains"}
 COLOURS = {"matmul": "#4c72b0", "fast": "#55a868", "network": "#dd8452"}
 PALETTE = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
-REST, FREE = "#b0b0b0", "#eeeeee"
+REST, GAP, FREE = "#b0b0b0", "#d0d0d0", "#eeeeee"
 NODES_SHOWN = 16
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2em auto; padding: 0 1em }
@@ -100,8 +100,8 @@ def memory_svg(report: Report) -> str:
         (f"{operation(one.op_name) or one.name} {one.source}", one.bytes, PALETTE[i % len(PALETTE)])
         for i, one in enumerate(memory.largest)
     ]
-    rest = memory.peak - sum(size for _, size, _ in parts)
-    parts.append(("everything smaller", max(rest, 0), REST))
+    parts.append(("everything smaller", max(memory.live - sum(size for _, size, _ in parts), 0), REST))
+    parts.append(("unused between buffers", max(memory.peak - memory.live, 0), GAP))
     out, at = [_rect(0, 8, WIDTH, 40, FREE, "free")], 0.0
     for label, size, colour in parts:
         width = WIDTH * size / whole

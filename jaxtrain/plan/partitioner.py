@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxtrain.plan.collectives import Collective
-from jaxtrain.plan.hlo import Program
+from jaxtrain.plan.hlo import Instruction, Program
 from jaxtrain.plan.trace import Tracer, Value
 
 RESHARDING = ("all-gather", "all-to-all", "collective-permute", "collective-broadcast", "ragged-all-to-all")
@@ -19,6 +19,10 @@ _ASKED = re.compile(
 # Operations that give the same values in another form, place or type.
 _SAME = ("all-gather", "bitcast", "convert", "copy", "dynamic-slice", "pad", "reduce-precision", "reshape", "slice",
          "transpose")  # fmt: skip
+# What choosing between an old and a new value takes.
+_CHOICE = frozenset(
+    {*_SAME, "and", "broadcast", "compare", "constant", "get-tuple-element", "parameter", "select", "tuple"}
+)
 # More steps than any chain of such operations has.
 _STEPS = 1000
 
@@ -39,13 +43,16 @@ def inventions(program: Program, collectives: Iterable[Collective]) -> tuple[Col
     """Gathers, permutes and all-to-alls that are neither asked for nor the gathering of stored state.
 
     Asked for: the operation is a constraint or a hand-written collective. Stored state: the values are an argument of
-    the program (cast, cut or laid out anew), as where sharded weights are gathered.
+    the program (cast, cut or laid out anew), as where sharded weights are gathered, or its result, as where the new
+    weights are (chosen over the old ones at most).
     """
     tracer = Tracer(program)
     return tuple(
         one
         for one in collectives
-        if one.kind in RESHARDING and one.groups and not _asked(one.op_name) and not _is_state(tracer, one)
+        if one.kind in RESHARDING
+        and one.groups
+        and not (_asked(one.op_name) or _is_state(tracer, one) or _is_result(program, one))
     )
 
 
@@ -105,3 +112,29 @@ def _from_argument(tracer: Tracer, value: Value | None) -> bool:
         else:
             return False
     return False
+
+
+def _is_result(program: Program, one: Collective) -> bool:
+    """Whether nothing becomes of the values but the program's result, with a choice on the way at most."""
+    entry = program.computations[program.entry]
+    if one.kind != "all-gather" or one.computation != entry.name:
+        return False
+    users: dict[str, list[Instruction]] = {}
+    for user in entry.instructions:
+        for name in user.operands:
+            users.setdefault(name, []).append(user)
+    open_names, seen = [one.name], {one.name}
+    while open_names:
+        for user in users.get(open_names.pop(), []):
+            if not (user.phase == "done" or _chooses(program, user)):
+                return False
+            if user.name not in seen:
+                seen.add(user.name)
+                open_names.append(user.name)
+    return True
+
+
+def _chooses(program: Program, one: Instruction) -> bool:
+    if one.opcode != "fusion":
+        return one.opcode in _CHOICE
+    return all(inner.opcode in _CHOICE for name in one.runs for inner in program.computations[name].instructions)

@@ -32,6 +32,8 @@ class MemoryReport:
     """Bytes of one device during the step; `host` bytes lie in the host's memory and are not in `peak`.
 
     `card` is the card's memory, None where the cluster does not say. `exact` is False for a CPU compiler's figure.
+    `live` are the bytes alive at the compiler's peak, of which `largest` is the head; the rest of `peak` is what
+    placing buffers beside each other leaves unused.
     """
 
     peak: int
@@ -42,6 +44,7 @@ class MemoryReport:
     aliased: int
     temporaries: int
     exact: bool
+    live: int
     largest: tuple[LiveBuffer, ...]
 
     @property

@@ -13,6 +13,7 @@ from jaxtrain.config import diff_configs
 from jaxtrain.plan.report import Report
 
 TRAFFIC_HEADS = ("over", "kind", "domain", "async", "calls", "GiB", "wire", "ms", "covered", "groups")
+KEPT_WHOLE = ("over", "kind", "line", "GiB", "setting")
 MEMBERS_SHOWN = 8
 SOURCES_SHOWN = 3
 INVENTIONS_SHOWN = 8
@@ -131,6 +132,7 @@ def memory_rows(report: Report) -> list[tuple[str, str]]:
     rows = [
         ("peak", gib(memory.peak)),
         (fit_line(report), gib(memory.spare) if memory.spare is not None else "-"),
+        ("alive at the peak, the rest lies between buffers", gib(memory.live)),
         ("state and batch (arguments)", gib(memory.arguments)),
         ("temporaries", gib(memory.temporaries)),
         ("in the host's memory", gib(memory.host)),
@@ -214,10 +216,10 @@ def proof_lines(report: Report) -> list[str]:
 
 
 def groups_text(groups: Sequence[Sequence[int]]) -> str:
-    """'8 x 8: 0-7 ..' for eight groups of eight, the first of them 0 to 7; '0-56/8' counts by eights."""
+    """'8 x 8: 0-7' for eight groups of eight, the first of them 0 to 7; '0-56/8' counts by eights."""
     if not groups:
         return "-"
-    return f"{len(groups)} x {len(groups[0])}: {_members(groups[0])}{' ..' if len(groups) > 1 else ''}"
+    return f"{len(groups)} x {len(groups[0])}: {_members(groups[0])}"
 
 
 def options(report: Report) -> str:
@@ -268,7 +270,8 @@ def _number(value: float) -> str:
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     columns = [
-        Column(head, justify="right" if i and rows and _numeric(rows, i) else "left") for i, head in enumerate(heads)
+        Column(head, justify="right" if i and rows and _numeric(rows, i) else "left", no_wrap=head in KEPT_WHOLE)
+        for i, head in enumerate(heads)
     ]
     table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for row in rows:

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ def compile_only_devices(request: dict[str, Any]) -> list[Any]:
         keys["target_config"] = request["target_text"]
         told = "cluster.target"
     else:
+        if find_spec("libtpu") is None:
+            raise ConfigError("compiling for TPUs needs libtpu, which is not installed: pip install libtpu into .venv")
         keys = {"platform": "tpu", "topology_name": request["topology"]}
         told = f"topology {request['topology']}"
     try:
@@ -106,8 +109,6 @@ def compile_only_devices(request: dict[str, Any]) -> list[Any]:
 
 
 def _load_cuda_plugin(packages: Path) -> None:
-    from importlib.util import find_spec
-
     from jaxtrain.config import ConfigError
 
     if packages.is_dir():

@@ -1,4 +1,4 @@
-"""Source lines are what these tests look at."""
+"""For tests that look at source lines."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,8 @@ import jax
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _lines_in_the_cache_key() -> Iterator[None]:
+@pytest.fixture
+def lines_in_the_cache_key() -> Iterator[None]:
     """Without it, a cached program names the lines of whoever compiled it first."""
     jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
     yield

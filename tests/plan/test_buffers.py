@@ -57,11 +57,11 @@ def test_each_buffer_is_led_back_to_what_made_it() -> None:
     peak = read_peak(REPORT, read_program(module(ENTRY, LOOP)))
     assert peak.bytes == 2608
     assert peak.buffers == (
-        Buffer("all-gather.7", 1600, "f32[400]", "jit(f)/w", "f.py:5", "start"),
-        Buffer("a", 400, "f32[100]", "state['w']", "", "a"),
-        Buffer("loop{1}", 400, "f32[100]", "jit(f)/neg", "f.py:3", "new"),
-        Buffer("t{2}", 200, "f32[50]", "jit(f)/k", "f.py:9", "kept"),
-        Buffer("lost", 8, "", "", "", ""),
+        Buffer("all-gather.7", 1600, "f32[400]", "jit(f)/w", ("f.py:5",), "start"),
+        Buffer("a", 400, "f32[100]", "state['w']", (), "a"),
+        Buffer("loop{1}", 400, "f32[100]", "jit(f)/neg", ("f.py:3",), "new"),
+        Buffer("t{2}", 200, "f32[50]", "jit(f)/k", ("f.py:9",), "kept"),
+        Buffer("lost", 8, "", "", (), ""),
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from runs import config_of, setup_of
-from texts import llama, module
+from texts import ADD, llama, module
 
 from jaxtrain.config import AXES
 from jaxtrain.mesh.topology import TIGHT as MESH_TIGHT
@@ -67,6 +67,7 @@ PERMUTE = [(0, 1), (1, 2), (2, 3), (3, 0)]
          ("tensor",)),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("lines_in_the_cache_key")
 def test_kind_bytes_calls_and_axes(body: object, kind: str, payload: int, wire: int, axes: tuple[str, ...]) -> None:
     """x [16, 64] float32 on each of 2 x 4 devices, 4,096 bytes, in a scan of 5; wire by the ring formulas."""
     program = compiled(in_a_scan(body, 5), (128, 64))
@@ -283,7 +284,10 @@ def test_groups_over_data_and_tensor_are_judged_by_their_tensor_parts() -> None:
 def reductions(*lines: str) -> list[str]:
     entry = "%a = f32[1000,100] parameter(0)\n%h = bf16[65] parameter(1)\n%m = f32[64] parameter(2)\n"
     entry += "%n = s32[1000] parameter(3)\n" + "\n".join(lines) + "\nROOT %z = f32[1000,100] negate(%a)"
-    return [one.name for one in gradient_reductions(collective(module(entry)), ("data",)).found]
+    return [one.name for one in gradient_reductions(collective(module(entry, LARGER)), ("data",)).found]
+
+
+LARGER = ADD.replace("%add ", "%larger ").replace("%sum = f32[] add", "%sum = f32[] maximum")
 
 
 def test_what_counts_as_a_gradient() -> None:
@@ -293,6 +297,7 @@ def test_what_counts_as_a_gradient() -> None:
         f"%half = bf16[65] all-reduce(%h), {over_data}, to_apply=%add",
         f"%scattered = f32[500,100] reduce-scatter(%a), {over_data}, dimensions={{0}}, to_apply=%add",
         "%both = f32[1000,100] all-reduce(%a), replica_groups={}, to_apply=%add",
+        f"%largest = f32[1000,100] all-reduce(%a), {over_data}, to_apply=%larger",
         f"%metrics = f32[64] all-reduce(%m), {over_data}, to_apply=%add",
         f"%counts = s32[1000] all-reduce(%n), {over_data}, to_apply=%add",
         f"%activation = f32[1000,100] all-reduce(%a), {over_tensor}, to_apply=%add",

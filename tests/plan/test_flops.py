@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from texts import llama, module
 
-from jaxtrain.plan.flops import Flops, count_flops
+from jaxtrain.plan.flops import Flops, computation_flops, count_flops
 from jaxtrain.plan.hlo import read_program
 
 
@@ -41,23 +41,23 @@ def test_each_device_counts_its_own_share() -> None:
     assert flops_of(lambda x, w: x @ w, x, w).total == 2 * 64 * 32 * 48 // 8
 
 
-def test_a_convolution() -> None:
-    x, kernel = jnp.ones((2, 16, 16, 6)), jnp.ones((3, 5, 3, 8))
-
+@pytest.mark.parametrize(("order", "shape"), [("HWIO", (3, 5, 3, 8)), ("OIHW", (8, 3, 3, 5))])
+def test_a_convolution(order: str, shape: tuple[int, ...]) -> None:
     def f(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        numbers = ("NHWC", "HWIO", "NHWC")
+        numbers = ("NHWC", order, "NHWC")
         return jax.lax.conv_general_dilated(
             x, kernel, (1, 1), "VALID", dimension_numbers=numbers, feature_group_count=2
         )
 
-    assert flops_of(f, x, kernel).total == 2 * (2 * 14 * 12 * 8) * (3 * 5 * 3)
+    assert flops_of(f, jnp.ones((2, 16, 16, 6)), jnp.ones(shape)).total == 2 * (2 * 14 * 12 * 8) * (3 * 5 * 3)
 
 
 def test_a_conditional_counts_its_dearest_branch() -> None:
     def f(x: jax.Array, n: jax.Array) -> jax.Array:
         return jax.lax.switch(n, [lambda x: x @ x, jnp.tanh, lambda x: x @ x @ x @ x], x)
 
-    assert flops_of(f, jnp.ones((16, 16)), 1).total == 3 * 2 * 16**3
+    program = read_program(jax.jit(f).lower(jnp.ones((16, 16)), 1).compile().as_text())
+    assert count_flops(program).total == computation_flops(program, program.entry) == 3 * 2 * 16**3
 
 
 def gpu_call(shape: str, target: str, backend: str, operands: str = "%q, %k") -> str:

@@ -16,6 +16,8 @@ from texts import llama, module
 from jaxtrain.plan.groups import read_groups, read_pairs
 from jaxtrain.plan.hlo import read_program
 
+pytestmark = pytest.mark.usefixtures("lines_in_the_cache_key")
+
 
 @pytest.mark.parametrize(
     ("text", "groups"),
@@ -95,8 +97,10 @@ def test_trip_counts_multiply_and_the_source_line_is_found() -> None:
     [(place, dot)] = [(c, one) for c, one in program.instructions() if one.kind == "dot"]
     assert program.executions[place.name] == 15
     lines, first = inspect.getsourcelines(nested)
-    line = first + next(i for i, text in enumerate(lines) if "c @ x" in text)
-    assert dot.source == f"{__file__}:{line}"
+    calls = ["c @ x", "lax.scan(inner", "lax.scan(outer"]
+    expected = [f"{__file__}:{first + next(i for i, text in enumerate(lines) if call in text)}" for call in calls]
+    assert dot.source == expected[0]
+    assert [line for line in dot.stack if line in expected] == expected
     assert dot.op_name.endswith("dot_general")
 
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from runs import config_of, setup_of
 from texts import llama
 
-from jaxtrain.plan.collectives import Links, read_collectives
+from jaxtrain.plan.collectives import Collective, Links, read_collectives
 from jaxtrain.plan.hlo import read_program
 from jaxtrain.plan.partitioner import Rematerialization, inventions, read_rematerializations
 from jaxtrain.train.step import compile_step
@@ -62,6 +63,7 @@ def shuffled(x: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("f", "text", "kind"), [(rolled, "jnp.roll", "collective-permute"), (shuffled, "swapaxes", "all-gather")]
 )
+@pytest.mark.usefixtures("lines_in_the_cache_key")
 def test_resharding_that_nobody_asked_for_is_named_with_its_line(
     f: Callable[..., jax.Array], text: str, kind: str
 ) -> None:
@@ -73,22 +75,31 @@ def test_constraints_and_hand_written_collectives_are_asked_for() -> None:
     assert invented(lambda x: jnp.sin(cut(jnp.tanh(x), None, None)), P("b")) == []
 
     def by_hand(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(jnp.tanh(x), "b").sum(0) + jax.lax.ppermute(x, "b", [(0, 1), (1, 0)])
+        return jax.lax.all_gather(jnp.tanh(x), "b").sum(0) + jax.lax.ppermute(jnp.sin(x), "b", [(0, 1), (1, 0)])
 
     assert invented(jax.shard_map(by_hand, mesh=MESH, in_specs=P("b"), out_specs=P("b"), check_vma=False), P("b")) == []
 
 
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_gathering_stored_weights_is_no_invention(compute: str) -> None:
-    """The real step under fsdp x tensor on 4 x 2 devices gathers each weight where it is used, in both scans."""
-    setup = setup_of(
-        config_of(rules={"preset": ["fsdp", "tensor"]}, mesh={"tensor": 2}, precision={"compute": compute})
-    )
+def real_step(**sections: dict[str, Any]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """Collectives of the real step on 8 simulated devices, and those that are invented, over data alone."""
+    setup = setup_of(config_of(**sections))
     program = read_program(compile_step(setup.step, setup.abstract, setup.abstract_batch).as_text())
-    collectives = read_collectives(program, setup.topology.domain, LINKS)
-    gathered = [one for one in collectives if one.kind == "all-gather" and one.axes == ("data",)]
-    assert len([one for one in gathered if one.calls == 4]) >= 2 * 7
-    assert [one for one in inventions(program, collectives) if one.axes == ("data",)] == []
+    found = read_collectives(program, setup.topology.domain, LINKS)
+    return tuple([one for one in some if one.axes == ("data",)] for some in (found, inventions(program, found)))  # type: ignore[return-value]
+
+
+def test_gathering_stored_weights_is_no_invention() -> None:
+    """Under fsdp x tensor on 4 x 2 devices each weight is gathered where it is used, in both scans of 4 layers."""
+    found, invented = real_step(rules={"preset": ["fsdp", "tensor"]}, mesh={"tensor": 2})
+    assert len([one for one in found if one.kind == "all-gather" and one.calls == 4]) >= 2 * 7
+    assert invented == []
+
+
+def test_gathering_new_weights_is_no_invention() -> None:
+    """Under zero1 in float32 the moments are cut and the weights are not: the update is gathered once."""
+    found, invented = real_step(rules={"preset": "zero1"})
+    assert len([one for one in found if one.kind == "all-gather" and one.calls == 1]) >= 1
+    assert invented == []
 
 
 def test_the_8b_step_invents_nothing() -> None:
