@@ -176,7 +176,8 @@ class Stream(grain.DatasetIterator[Batch]):
         """Stop the thread; the stream gives no more batches."""
         super().close()
         self._drop_pending()
-        self._thread.shutdown()
+        # Without waiting: the last one to let go of the stream may be its own thread, idle by then.
+        self._thread.shutdown(wait=False)
 
     def _produce(self) -> tuple[Batch, State]:
         index = phase_at(self.phases, self._update)
