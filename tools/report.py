@@ -36,13 +36,16 @@ HEAD = (
 )
 TEXT = """# What a layout costs
 
-Written by `make report` (`tools/report.py`): the train step of {models} compiled under six layouts for {cluster}
-({devices} x {card}, jax {version}, {target}), full remat, bfloat16. Nothing was run on such a cluster.
+Written by `make report` (`tools/report.py`): the train step of {models} compiled under six layouts
+for {cluster} ({devices} x {card}, jax {version}, {target}), full remat, bfloat16. Nothing was run on such a cluster.
 
 Peak is of one device, against the card's {memory} GiB. FLOPs are those of matmuls, against the model's by the formula
 of `jaxtrain/observe/flops.py` with full scores. Bytes are what one device sends in one update inside its fast domain
 and across domains; covered is the share of their transfer time, at the links' published speed, behind matmuls scheduled
 between start and done. Rows of an update: {rows}.
+
+Where a program does not fit, the compiler recomputes more by itself, so its FLOPs rise. GPT-2's 12 heads do not divide
+by 8: its attention runs whole on each device of a tensor group, which the ratio of FLOPs shows.
 
 {table}
 """

@@ -70,9 +70,7 @@ def compile_for(
     with tempfile.TemporaryDirectory(prefix="jaxtrain-compile-") as folder:
         answer, stderr = run_worker({**request, "folder": folder}, timeout)
         text = Path(folder, "program.txt").read_text(encoding="utf-8")
-        dumps = tuple(
-            _dumped(Path(folder), what) for what in ("live-range", "buffer-assignment", "after_optimizations")
-        )
+        dumps = _dumped(Path(folder), "live-range"), _dumped(Path(folder), "buffer-assignment")
     return make_report(config, request, answer, text, stderr, dumps)
 
 
