@@ -30,6 +30,6 @@ partitioner.py
                                                                         after), ...]
 
 buffers.py
-    read_peak(report, program) -> Peak(bytes, buffers (Buffer(name, bytes, shape, op_name, stack, made_by), ...))
-                                                  `report`: the file *jit_update*-live-range.txt of xla_dump_to
+    find_peak(report, assignment, program) -> Peak(bytes, buffers (Buffer(name, bytes, shape, op_name, stack, made_by),
+                                                  ...)); *-live-range.txt and *-buffer-assignment.txt of xla_dump_to
 """

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from jaxtrain.plan.hlo import Program
 from jaxtrain.plan.trace import Tracer, Value
 
-_PEAK = re.compile(r"^ *Live ranges at \d+ \(peak\):$", re.MULTILINE)
-_LINE = re.compile(r"^ +([\w.\-]+)\{([\d,]*)\}: (\d+) bytes \(cumulative: (\d+) bytes\)$")
 _RANGE = re.compile(r"^ {4}([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"^allocation (\d+):")
 _PLACED = re.compile(r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)")
@@ -44,28 +42,10 @@ class Peak:
     buffers: tuple[Buffer, ...]
 
 
-def read_peak(report: str, program: Program) -> Peak:
-    """Read the file `*-live-range.txt` that `xla_dump_to` writes beside the program.
-
-    Raises ValueError where the report has no live set at the peak.
-    """
-    head = _PEAK.search(report)
-    if head is None:
-        raise ValueError("no line 'Live ranges at N (peak):': not a live-range report")
-    alive, total = [], 0
-    for line in report[head.end() :].lstrip("\n").splitlines():
-        found = _LINE.match(line)
-        if found is None:
-            break
-        alive.append((found.group(1), found.group(2), int(found.group(3))))
-        total = int(found.group(4))
-    return Peak(total, _buffers(report, program, alive))
-
-
 def find_peak(report: str, assignment: str, program: Program) -> Peak:
     """The live set where the sum over places of memory is largest; `assignment` is `*-buffer-assignment.txt`.
 
-    The compiler's own line "(peak)" can miss what one loop leaves for another to read; this sum equals the size of its
+    The report's own line "(peak)" can miss what one loop leaves for another to read; this sum equals the size of the
     allocations. Values that share a place count once. Raises ValueError where no live range has a place.
     """
     places, allocation = {}, 0
