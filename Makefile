@@ -42,7 +42,7 @@ train: setup
 test: .venv/ready-dev .venv/ready-plan
 	$(PY) -m pytest tests -n 2 --dist worksteal -m "not prove" $(ARGS)
 
-prove: .venv/ready-dev
+prove: .venv/ready-dev .venv/ready-plan
 	$(PY) -m pytest tests -m prove $(ARGS)
 
 report: .venv/ready-plan

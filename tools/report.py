@@ -7,12 +7,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
 from jaxtrain.config import ConfigError, RunConfig, load_config
 from jaxtrain.plan.compile import compile_for
 from jaxtrain.plan.report import Report
 from jaxtrain.plan.show import gib, percent
 
-ROOT = Path(__file__).resolve().parents[1]
 MODELS = {
     "gpt2": ["data.length=1024", "train.global_batch=512"],
     "llama3_8b": ["data.length=4096", "train.global_batch=64"],
