@@ -7,8 +7,6 @@ with a non-finite gradient is skipped. float16 moves the scale; other dtypes kee
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -42,9 +40,3 @@ def update(config: PrecisionConfig, state: State, finite: jax.Array) -> State:
         "skipped": jnp.where(finite, 0, state["skipped"] + 1),
         "total_skipped": state["total_skipped"] + jnp.where(finite, 0, 1),
     }
-
-
-def all_finite(tree: Any) -> jax.Array:
-    """Bool scalar: no floating element of the tree is infinite or NaN."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
