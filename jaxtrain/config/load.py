@@ -63,7 +63,8 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
                 raise ConfigError(f"override {override!r}: {part} is a single value, it has no key {parts[-1]!r}")
             node = child
         try:
-            value = yaml.safe_load(text)
+            # YAML reads nothing as null; on a command line nothing is the empty text, and null is written out.
+            value = yaml.safe_load(text) if text else ""
         except yaml.YAMLError:
             value = text
         node[parts[-1]] = value

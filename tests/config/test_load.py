@@ -78,6 +78,8 @@ def test_replace_and_diff() -> None:
         ("rules.preset", ["ddp"], ["fsdp", "tensor"]),
     ]
     assert replace(config, "rules.preset=fsdp").rules.preset == ["fsdp"]
+    assert replace(config, "train.sample_prompt=").train.sample_prompt == ""
+    assert replace(config, "optimizer.clip_norm=null").optimizer.clip_norm is None
 
 
 def test_settings_are_documented_and_fewer_than_150() -> None:
