@@ -57,13 +57,27 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("schedule")
 
 
+@pytest.fixture(scope="module")
+def unbroken(place: Path) -> tuple[dict[str, Any], list[str]]:
+    """Summary and compilations of the run that the others are compared with."""
+    compiled: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: compiled.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("jax")
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            result = train(config_of(place), place / "unbroken", quiet=True)
+    finally:
+        logger.removeHandler(handler)
+    return result, [message for message in compiled if message.startswith("Finished XLA compilation")]
+
+
 def test_a_scheduled_run_compiles_once_a_phase_and_counts_every_token(
-    place: Path, caplog: pytest.LogCaptureFixture
+    place: Path, unbroken: tuple[dict[str, Any], list[str]]
 ) -> None:
     config = config_of(place)
-    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
-        result = train(config, place / "unbroken", quiet=True)
-    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
+    result, compiled = unbroken
     assert sum("jit(update)" in message for message in compiled) == len(SCHEDULE), compiled
     stream = open_stream(prepare(config).train, config)
     batches = [next(stream) for _ in range(UPDATES)]
@@ -80,7 +94,7 @@ def test_a_scheduled_run_compiles_once_a_phase_and_counts_every_token(
     stream.close()
 
 
-def test_stopped_before_at_and_after_a_border_it_goes_on_as_unbroken(place: Path) -> None:
+def test_stopped_before_at_and_after_a_border_it_goes_on_as_unbroken(place: Path, unbroken: Any) -> None:
     for updates in (2, 3, 4, UPDATES):
         train(config_of(place, updates), place / "stopped", quiet=True)
     got, want = rows(place / "stopped"), rows(place / "unbroken")
@@ -89,7 +103,7 @@ def test_stopped_before_at_and_after_a_border_it_goes_on_as_unbroken(place: Path
         assert {**row, "eval_loss": None} == {**other, "eval_loss": None}
 
 
-def test_two_processes_cross_a_border_as_one(place: Path) -> None:
+def test_two_processes_cross_a_border_as_one(place: Path, unbroken: Any) -> None:
     (place / "run.yaml").write_text(dump_config(config_of(place, updates=5)))
     command = [sys.executable, "-m", "jaxtrain", "launch", str(place / "run.yaml"), "--run", str(place / "two"),
                "--processes", "2", "--devices-per-process", "1",
