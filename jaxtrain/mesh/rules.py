@@ -8,11 +8,12 @@ unless `rules.allow` accepts it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -283,6 +284,36 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if len(set(flat)) < len(flat):
         raise ConfigError(f"activation {names}: one mesh axis twice in {make_spec(dims)}; change rules of these names")
     return jax.lax.with_sharding_constraint(x, NamedSharding(context.mesh, make_spec(dims)))
+
+
+def active_axes(name: str) -> tuple[Axis, ...]:
+    """Mesh axes of more than one device that shard activations named `name` here; () outside `use_rules`.
+
+    Axes that belong to an enclosing vmap are left out.
+    """
+    context = _CONTEXT.get()
+    if context is None:
+        return ()
+    sizes = context.mesh.shape
+    return tuple(axis for axis in context.rules.axes(name) if sizes[axis] > 1 and axis not in context.without)
+
+
+def active_mesh() -> Mesh | AbstractMesh | None:
+    """The mesh on which `constrain` acts here, None outside `use_rules`."""
+    context = _CONTEXT.get()
+    return None if context is None else context.mesh
+
+
+def manual(function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+    """`function` of each device's shards, in a shard_map that is manual over the whole mesh of `use_rules`.
+
+    `inputs` (a tuple, one entry an argument) and `outputs` are trees of PartitionSpec. Axes of an enclosing vmap are no
+    part of them: its spmd_axis_name adds them. Differentiate through the result, not inside of `function`.
+    """
+    context = _CONTEXT.get()
+    if context is None:
+        raise AssertionError("manual: no mesh here")
+    return jax.shard_map(function, mesh=context.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
 
 
 def make_spec(dims: Iterable[tuple[Axis, ...]]) -> PartitionSpec:

@@ -15,10 +15,16 @@ from numpy.typing import NDArray
 
 from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.rules import constrain
-from jaxtrain.nn.layers import MLP, Attention, Embedding, Linear, Norm
+from jaxtrain.nn.layers import MLP, Attention, Embedding, Flow, Linear, Norm
 from jaxtrain.nn.stack import run_layers
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import rope
+
+Stats = dict[str, jax.Array]
+"""What layers report beside the residual stream, sums over tokens, stacked over layers; empty for dense layers.
+
+`objective`, where present, is added to the loss: it is already weighted and divided by the global batch's totals.
+"""
 
 UNLIMITED = np.iinfo(np.int32).max
 """Window of a layer that sees everything before it."""
@@ -34,14 +40,12 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(config.norm, D, ("norm",), eps)
         self.mlp = MLP(config, rngs)
 
-    def __call__(
-        self, x_BLD: jax.Array, segments_BL: jax.Array, rotation: tuple[jax.Array, jax.Array] | None, window: jax.Array
-    ) -> jax.Array:
-        """[B, L, D] -> [B, L, D]."""
+    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array) -> tuple[jax.Array, Stats]:
+        """[B, L, D] -> [B, L, D], and what the layer reports."""
         h_BLD = tag(_normalise(self.attention_norm, x_BLD), "attention_input")
-        x_BLD = tag(_add(x_BLD, self.attention(h_BLD, segments_BL, rotation, window)), "attention_residual")
+        x_BLD = tag(_add(x_BLD, self.attention(h_BLD, flow, window)), "attention_residual")
         h_BLD = tag(_normalise(self.mlp_norm, x_BLD), "mlp_input")
-        return _add(x_BLD, self.mlp(h_BLD))
+        return _add(x_BLD, self.mlp(h_BLD)), {}
 
 
 class Decoder(nnx.Module):
@@ -62,22 +66,23 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, tokens_BL: jax.Array, positions_BL: jax.Array, segments_BL: jax.Array, remat: RematConfig
-    ) -> jax.Array:
-        """Token, position and segment ids [B, L] -> the residual stream after the final norm [B, L, D]."""
+    ) -> tuple[jax.Array, Stats]:
+        """Token, position and segment ids [B, L] -> the residual stream after the final norm [B, L, D], and stats."""
         config = self.config
         graph, stacked = nnx.split(self.layers)
         rotation = rope.tables(positions_BL, rope_frequencies(config)) if config.positions == "rope" else None
+        flow = Flow(segments_BL, positions_BL, rotation)
         # The pattern repeats over layers; a layer's window is scanned data, so that one body serves all layers.
         windows = np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
 
-        def block(params: Any, x_BLD: jax.Array, window: jax.Array) -> jax.Array:
-            return nnx.merge(graph, params)(x_BLD, segments_BL, rotation, window)
+        def block(params: Any, x_BLD: jax.Array, window: jax.Array) -> tuple[jax.Array, Stats]:
+            return nnx.merge(graph, params)(x_BLD, flow, window)
 
         # Two steps: a table split over vocabulary sums whole rows, which are then scattered over the residual's shards.
         x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "length", "hidden")
         x_BLD = constrain(x_BLD, "batch", "residual_length", "hidden")
-        x_BLD = run_layers(block, nnx.to_pure_dict(stacked), x_BLD, jnp.asarray(windows), remat)
-        return _normalise(self.norm, x_BLD)
+        x_BLD, stats = run_layers(block, nnx.to_pure_dict(stacked), x_BLD, jnp.asarray(windows), remat)
+        return _normalise(self.norm, x_BLD), stats
 
 
 def rope_frequencies(config: ModelConfig) -> NDArray[np.float32]:

@@ -46,7 +46,7 @@ def _fill(
     head_DV = model.head(params)
 
     def write(at: jax.Array, buffer_L: jax.Array) -> jax.Array:
-        x_BLD = model.hidden(params, buffer_L[None], positions_BL, segments_BL)
+        x_BLD, _ = model.hidden(params, buffer_L[None], positions_BL, segments_BL)
         logits_V = soft_cap(
             jnp.dot(x_BLD[0, at - 1], head_DV, preferred_element_type=jnp.float32), model.config.logit_softcap
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,17 @@ def gaussian(rngs: nnx.Rngs, shape: tuple[int, ...], names: Names, std: float) -
 def constant(value: float, shape: tuple[int, ...], names: Names) -> nnx.Param:
     """A float32 parameter born as one number everywhere."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), names=names)
+
+
+class Flow(NamedTuple):
+    """What every layer sees of the batch beside the residual stream."""
+
+    segments_BL: jax.Array
+    """Document of each token in its row, from 1; 0 is padding."""
+    positions_BL: jax.Array
+    """Place of each token in its document."""
+    rotation: tuple[jax.Array, jax.Array] | None
+    """Cosines and sines [B, L, E/2] of rotary positions."""
 
 
 class Linear(nnx.Module):
@@ -86,14 +98,12 @@ class Attention(nnx.Module):
             ("norm",) if config.out_bias else None,
         )  # fmt: skip
 
-    def __call__(
-        self, x_BLD: jax.Array, segments_BL: jax.Array, rotation: tuple[jax.Array, jax.Array] | None, window: jax.Array
-    ) -> jax.Array:
-        """[B, L, D] -> [B, L, D]; `rotation` holds cosines and sines [B, L, E/2]."""
-        q_BLHE = self._place(self.query(x_BLD), self.query_norm, rotation, "heads")
-        k_BLKE = self._place(self.key(x_BLD), self.key_norm, rotation, "kv_heads")
+    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array) -> jax.Array:
+        """[B, L, D] -> [B, L, D]; `window` counts visible tokens."""
+        q_BLHE = self._place(self.query(x_BLD), self.query_norm, flow.rotation, "heads")
+        k_BLKE = self._place(self.key(x_BLD), self.key_norm, flow.rotation, "kv_heads")
         v_BLKE = self._place(self.value(x_BLD), None, None, "kv_heads")
-        out_BLHE = attention.attend(q_BLHE, k_BLKE, v_BLKE, segments_BL, window, self.softcap)
+        out_BLHE = attention.attend(q_BLHE, k_BLKE, v_BLKE, flow.segments_BL, window, self.softcap)
         return self.out(tag(constrain(out_BLHE, "batch", "length", "heads", "head_dim"), "attention_out"))
 
     @staticmethod

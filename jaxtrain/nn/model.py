@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import constrain
-from jaxtrain.nn.decoder import Decoder
+from jaxtrain.nn.decoder import Decoder, Stats
 from jaxtrain.numerics.remat import check_remat
 from jaxtrain.ops.loss import soft_cap
 
@@ -42,8 +42,8 @@ class Model:
         positions_BL: jax.Array,
         segments_BL: jax.Array,
         remat: RematConfig = KEEP_ALL,
-    ) -> jax.Array:
-        """Token, position (in its document) and segment ids (0 is padding) -> [B, L, D] after the final norm.
+    ) -> tuple[jax.Array, Stats]:
+        """Token, position (in its document) and segment ids (0 is padding) -> [B, L, D] after the final norm, stats.
 
         Raises ConfigError where remat.names does not fit this model.
         """
@@ -56,7 +56,8 @@ class Model:
 
     def logits(self, params: Tree, tokens_BL: jax.Array, positions_BL: jax.Array, segments_BL: jax.Array) -> jax.Array:
         """Float32 logits [B, L, V], soft-capped where configured; training uses ops.loss, which never keeps them."""
-        x_BLD = constrain(self.hidden(params, tokens_BL, positions_BL, segments_BL), "batch", "length", "hidden")
+        x_BLD, _ = self.hidden(params, tokens_BL, positions_BL, segments_BL)
+        x_BLD = constrain(x_BLD, "batch", "length", "hidden")
         logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, self.head(params), preferred_element_type=jnp.float32)
         return soft_cap(constrain(logits_BLV, "batch", "length", "vocab"), self.config.logit_softcap)
 

@@ -11,28 +11,26 @@ from jax import lax
 from jaxtrain.config import RematConfig
 from jaxtrain.numerics.remat import checkpointed
 
+Block = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+"""(params of a layer, x, data of a layer) -> (x, what the layer reports)."""
 
-def run_layers(
-    block: Callable[[Any, jax.Array, Any], jax.Array],
-    params: Any,
-    x_BLD: jax.Array,
-    data: Any,
-    remat: RematConfig,
-) -> jax.Array:
-    """x = block(params of a layer, x, data of a layer) for each layer in turn.
+
+def run_layers(block: Block, params: Any, x_BLD: jax.Array, data: Any, remat: RematConfig) -> tuple[jax.Array, Any]:
+    """x, report = block(params of a layer, x, data of a layer) for each layer in turn; reports come stacked.
 
     `params` and `data` are trees whose leaves have the layers as first dim; `remat.every` layers make one checkpointed
     segment.
     """
 
-    def layer(x_BLD: jax.Array, slices: tuple[Any, Any]) -> tuple[jax.Array, None]:
-        return block(slices[0], x_BLD, slices[1]), None
+    def layer(x_BLD: jax.Array, slices: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+        return block(slices[0], x_BLD, slices[1])
 
-    def segment(x_BLD: jax.Array, slices: tuple[Any, Any]) -> tuple[jax.Array, None]:
+    def segment(x_BLD: jax.Array, slices: tuple[Any, Any]) -> tuple[jax.Array, Any]:
         return lax.scan(layer, x_BLD, slices)
 
     if remat.every == 1:
-        return lax.scan(checkpointed(layer, remat), x_BLD, (params, data))[0]
+        return lax.scan(checkpointed(layer, remat), x_BLD, (params, data))
     layers = (params, data)
     grouped = jax.tree.map(lambda a: a.reshape(a.shape[0] // remat.every, remat.every, *a.shape[1:]), layers)
-    return lax.scan(checkpointed(segment, remat), x_BLD, grouped)[0]
+    x_BLD, reports = lax.scan(checkpointed(segment, remat), x_BLD, grouped)
+    return x_BLD, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reports)

@@ -35,6 +35,7 @@ from jaxtrain.optim import clip_scale, global_norm, learning_rate
 from jaxtrain.train.state import State
 
 Batch = dict[str, jax.Array]
+Sums = dict[str, jax.Array]
 Tree = Any
 
 
@@ -61,8 +62,7 @@ class Step:
         """
         config, params, scaler = self.config, state["params"], state["scaler"]
         scored = jnp.sum(batch["labels"] != IGNORE, dtype=jnp.int32)
-        denominator = jnp.maximum(scored, 1).astype(jnp.float32)
-        gradients, loss = self.gradients(params, batch, scaler["scale"] / denominator)
+        gradients, sums = self.gradients(params, batch, scaler["scale"])
         gradients = jax.tree.map(lambda g: g / scaler["scale"], gradients)
         norm = global_norm(gradients)
         finite = jnp.isfinite(norm)
@@ -84,7 +84,7 @@ class Step:
             "tokens": tokens,
         }
         metrics = {
-            "loss": loss / denominator,
+            "loss": sums["loss"] / jnp.maximum(scored, 1),
             "scored_tokens": scored,
             "fill": jnp.mean(batch["segments"] > 0, dtype=jnp.float32),
             "grad_norm": norm,
@@ -99,25 +99,30 @@ class Step:
         """Sum of the loss and number of scored tokens over a [A, B, L] batch."""
         weights = self._weights(params)
 
-        def body(_: None, rows: Batch) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        def body(_: None, rows: Batch) -> tuple[None, Sums]:
             with use_rules(self.rules, self.mesh):
-                return None, self._loss(weights, rows)
+                return None, self._objective(weights, rows, totals, 1.0)[1]
 
-        _, (sums, counts) = lax.scan(body, None, batch)
-        return jnp.sum(sums), jnp.sum(counts)
+        totals = self.totals(batch)
+        _, sums = lax.scan(body, None, batch)
+        return jnp.sum(sums["loss"]), jnp.sum(sums["scored"])
 
-    def gradients(self, params: Tree, batch: Batch, scale: jax.Array | float) -> tuple[Tree, jax.Array]:
-        """float32 gradients of scale x (summed loss), in the gradients' sharding, and the summed loss.
+    def totals(self, batch: Batch) -> Sums:
+        """What is known of a global batch before its first microbatch: the divisors of every mean."""
+        return {"scored": jnp.maximum(jnp.sum(batch["labels"] != IGNORE, dtype=jnp.int32), 1)}
 
-        params: float32 masters; batch fields: [A, B, L].
+    def gradients(self, params: Tree, batch: Batch, scale: jax.Array | float) -> tuple[Tree, Sums]:
+        """float32 gradients of scale x (mean loss + auxiliary losses), in the gradients' sharding, and sums.
+
+        params: float32 masters; batch fields: [A, B, L]. The sums run over the global batch: "loss", "scored" and what
+        layers report.
         """
-        weights = self._weights(params)
+        weights, totals = self._weights(params), self.totals(batch)
         replicas = math.prod(self.mesh.shape[axis] for axis in self.layout.deferred_axes)
 
-        def scaled(weights: Tree, rows: Batch) -> tuple[jax.Array, jax.Array]:
+        def scaled(weights: Tree, rows: Batch) -> tuple[jax.Array, Sums]:
             with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes):
-                total, _ = self._loss(weights, rows)
-            return total * scale, total
+                return self._objective(weights, rows, totals, scale)
 
         grad: Callable[..., Any] = jax.grad(scaled, has_aux=True)
         specs = self.layout.gradients
@@ -126,23 +131,31 @@ class Step:
             specs = jax.tree.map(lambda s: PartitionSpec(self.layout.deferred_axes, *s), self.layout.weights)
             batch = jax.tree.map(partial(self._by_replica, replicas=replicas), batch)
 
-        def microbatch(total: tuple[Tree, jax.Array], rows: Batch) -> tuple[tuple[Tree, jax.Array], None]:
-            gradient, loss = grad(weights, rows)
-            summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total[0], gradient)
-            return (self._pin(summed, specs), total[1] + jnp.sum(loss)), None
+        def microbatch(total: Tree, rows: Batch) -> tuple[Tree, Sums]:
+            gradient, sums = grad(weights, rows)
+            summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient)
+            return self._pin(summed, specs), sums
 
         lead = (replicas,) if replicas > 1 else ()
         zeros = jax.tree.map(lambda p: jnp.zeros(lead + p.shape, jnp.float32), params)
-        (gradients, loss), _ = _scan(microbatch, (self._pin(zeros, specs), jnp.zeros((), jnp.float32)), batch)
+        gradients, sums = _scan(microbatch, self._pin(zeros, specs), batch)
+        # Each sum comes once a microbatch, and once a replica within it.
+        sums = {name: jnp.sum(s, axis=(0, 1) if replicas > 1 else 0) for name, s in sums.items()}
         if replicas > 1:
             gradients = jax.tree.map(self._reduce, gradients)
-        return self._pin(gradients, self.layout.gradients), loss
+        return self._pin(gradients, self.layout.gradients), sums
 
-    def _loss(self, weights: Tree, rows: Batch) -> tuple[jax.Array, jax.Array]:
-        x_BLD = self.model.hidden(weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat)
+    def _objective(self, weights: Tree, rows: Batch, totals: Sums, scale: jax.Array | float) -> tuple[jax.Array, Sums]:
+        """A microbatch's share of scale x (mean loss + auxiliary losses), and its sums."""
+        x_BLD, stats = self.model.hidden(
+            weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat
+        )
         shards = math.prod(self.mesh.shape[axis] for axis in self._undeferred)
         softcap = self.config.model.logit_softcap
-        return cross_entropy(x_BLD, self.model.head(weights), rows["labels"], softcap, shards)
+        loss, scored = cross_entropy(x_BLD, self.model.head(weights), rows["labels"], softcap, shards)
+        # One factor: a float16 cotangent keeps the size of a token's share.
+        objective = loss * (scale / totals["scored"]) + scale * jnp.sum(stats.get("objective", 0.0))
+        return objective, {"loss": loss, "scored": scored, **stats}
 
     @property
     def _undeferred(self) -> tuple[Axis, ...]:
@@ -172,7 +185,8 @@ class Step:
 def _scan(body: Callable[..., Any], carry: Any, xs: Batch) -> Any:
     # A loop of one iteration hides the microbatch from fusion and keeps a second gradient buffer alive.
     if jax.tree.leaves(xs)[0].shape[0] == 1:
-        return body(carry, jax.tree.map(lambda x: x[0], xs))
+        carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
+        return carry, jax.tree.map(lambda x: x[None], out)
     return lax.scan(body, carry, xs)
 
 

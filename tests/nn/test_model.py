@@ -118,11 +118,11 @@ def test_window_pattern_repeats_over_layers(windows, reach):
     tokens, last = batch(B=1)[0], 15
     places = (np.arange(16)[None], np.ones((1, 16), np.int32))
     hidden = jax.jit(model.hidden)
-    before = hidden(params, tokens, *places)[0, last]
+    before = hidden(params, tokens, *places)[0][0, last]
     for distance in range(16):
         changed = tokens.copy()
         changed[0, last - distance] ^= 1
-        moved = np.abs(hidden(params, changed, *places)[0, last] - before).max()
+        moved = np.abs(hidden(params, changed, *places)[0][0, last] - before).max()
         assert (moved > 0) == (distance <= reach), (distance, moved)
 
 
@@ -148,7 +148,7 @@ def _loss(model):
     labels = np.where(segments == 0, -1, labels)
 
     def loss(params):
-        x = model.hidden(params, tokens, positions, segments, RematConfig(policy="full"))
+        x, _ = model.hidden(params, tokens, positions, segments, RematConfig(policy="full"))
         total, count = cross_entropy(x, model.head(params), labels)
         return total / count
 

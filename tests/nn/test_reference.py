@@ -22,7 +22,7 @@ def test_agrees_with_transformers(family):
     assert np.abs(logits - expected).max() < 5e-6 * np.abs(expected).max()
 
     def loss(params):
-        x = ref.model.hidden(params, tokens, positions, segments)
+        x, _ = ref.model.hidden(params, tokens, positions, segments)
         total, count = cross_entropy(x, ref.model.head(params), jnp.asarray(shifted(ref.arrays["labels"])))
         return total / count
 

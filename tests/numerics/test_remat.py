@@ -31,7 +31,7 @@ def setting():
     params = model.init(jax.random.key(0))
 
     def loss(remat):
-        return lambda params: jnp.sum(jnp.sin(model.hidden(params, tokens, *places, remat)))
+        return lambda params: jnp.sum(jnp.sin(model.hidden(params, tokens, *places, remat)[0]))
 
     return params, loss
 

@@ -40,8 +40,12 @@ def batch_of(documents: Documents, packing: str) -> dict[str, np.ndarray]:
 def gradients_on(setup: Any) -> Gradients:
     """Batch -> leaves of the gradient and, last, the summed loss, at the weights of birth."""
     params = setup.create_state()["params"]
-    step = jax.jit(lambda batch: setup.step.gradients(params, batch, 1.0))
+    step = jax.jit(lambda batch: _with_loss(*setup.step.gradients(params, batch, 1.0)))
     return lambda batch: jax.tree.leaves(jax.device_get(step(place(batch, 0, setup.plan, setup.batch_sharding))))
+
+
+def _with_loss(gradients: Any, sums: dict[str, Any]) -> Any:
+    return gradients, sums["loss"]
 
 
 @pytest.fixture(scope="module", params=[1, 4], ids=["one", "fsdp-4"])
