@@ -257,7 +257,8 @@ def test_wrong_column_names_the_nearest(tmp_path):
 def test_a_shard_cut_short(tmp_path, kind):
     source = write(kind, tmp_path / "in", [f"{i} {os.urandom(40).hex()}" for i in range(400)])
     (path,) = [p for p in (tmp_path / "in").iterdir() if p.name != "state.json"]
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    # Not in the middle: there one gzip or zstd member may end, and the file is whole.
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 5])
     with pytest.raises(ConfigError, match=rf"data\.sources\[0\]: .*{path.name}.*on_bad_record: skip"):
         corpus_of(tmp_path, source)
     (tmp_path / "in/state.json").unlink(missing_ok=True)
