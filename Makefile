@@ -43,7 +43,7 @@ test: .venv/ready-dev .venv/ready-plan
 	$(PY) -m pytest tests -n 2 --dist worksteal -m "not prove" $(ARGS)
 
 prove: .venv/ready-dev .venv/ready-plan
-	$(PY) -m pytest tests -m prove $(ARGS)
+	$(PY) -m pytest tests -m prove --hypothesis-profile default $(ARGS)
 
 report: .venv/ready-plan
 	$(PY) tools/report.py $(ARGS)

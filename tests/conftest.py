@@ -3,6 +3,8 @@
 import os
 import tempfile
 
+from hypothesis import settings
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 # Without this flag independent collectives of one program may run in different order on different devices and deadlock.
@@ -13,3 +15,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettemp
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("MPLBACKEND", "agg")
+
+# The same examples in each run: a change is judged by what it changes. make prove draws others each time.
+settings.register_profile("still", derandomize=True)
+settings.load_profile("still")
