@@ -25,64 +25,9 @@ from jaxtrain.config import Axis
 from jaxtrain.mesh.rules import active_axes, active_mesh, make_spec, manual
 from jaxtrain.ops import blocks
 from jaxtrain.ops.blocks import Places, Window
+from jaxtrain.ops.kernels import TILES, Kept, Kernel, Score, Sight, Triple, first_keys
 
-Triple = tuple[jax.Array, jax.Array, jax.Array]
 Half = tuple[jax.Array, jax.Array]
-
-
-class Sight(NamedTuple):
-    """What the queries of a block see of its keys, said twice: for tokens in any order, and for keys in row order.
-
-    A query sees keys `first` (at the earliest) to `end` of the block, int32 [B, P]; `end` None is all that follow, or
-    all up to the query itself where the block is `ordered`: queries and keys are the same tokens, in row order.
-    """
-
-    queries: Places
-    keys: Places
-    first_BP: jax.Array
-    end_BP: jax.Array | None = None
-    ordered: bool = False
-
-
-class Score(NamedTuple):
-    """What is done with scores: see `attend`."""
-
-    window: Window
-    softcap: float | None
-    scale: float
-
-
-class Kept(NamedTuple):
-    """What the backward pass knows of queries: output, its gradient, `row_delta` of both, lse over all keys."""
-
-    out_BPHV: jax.Array
-    lse_BHP: jax.Array
-    dout_BPHV: jax.Array
-    delta_BHP: jax.Array
-
-
-class Kernel(NamedTuple):
-    """Attention of a block.
-
-    forward(q, k, v, sight, score) -> output [B, P, H, V], lse [B, H, P], HIDDEN where a query sees nothing;
-    backward(q, k, v, kept, sight, score) -> gradients of q, k, v from this block alone.
-    """
-
-    forward: Callable[[jax.Array, jax.Array, jax.Array, Sight, Score], tuple[jax.Array, jax.Array]]
-    backward: Callable[[jax.Array, jax.Array, jax.Array, Kept, Sight, Score], Triple]
-
-
-def _tiles_forward(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, score: Score) -> tuple[jax.Array, jax.Array]:
-    return blocks.forward(q, k, v, sight.queries, sight.keys, *score, sight.ordered)
-
-
-def _tiles_backward(q: jax.Array, k: jax.Array, v: jax.Array, kept: Kept, sight: Sight, score: Score) -> Triple:
-    sums = kept.lse_BHP, kept.delta_BHP, kept.dout_BPHV
-    return blocks.backward(q, k, v, *sums, sight.queries, sight.keys, *score, sight.ordered)
-
-
-TILES = Kernel(_tiles_forward, _tiles_backward)
-"""The kernel that runs everywhere."""
 
 
 @dataclass(frozen=True)
@@ -141,11 +86,7 @@ def _row_of(places_BL: Places, split: Split, window: Window) -> _Row:
     """The row of which `places_BL` is what all devices hold, one after the other."""
     devices = split.hops * split.group
     ordered = Places(*(_unzigzag(x_BL, devices) for x_BL in places_BL))
-    L = ordered.positions.shape[1]
-    seen = ordered.positions if window is None else jnp.minimum(ordered.positions, window - 1)
-    # Padding sees nothing: its first key lies behind the row.
-    first_BL = jnp.where(ordered.segments > 0, jnp.arange(L) - seen, L)
-    return _Row(ordered, first_BL, L // (2 * split.hops))
+    return _Row(ordered, first_keys(ordered, window), ordered.positions.shape[1] // (2 * split.hops))
 
 
 def _unzigzag(x_BL: jax.Array, devices: int) -> jax.Array:

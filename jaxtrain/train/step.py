@@ -166,7 +166,7 @@ class Step:
 
     def _by_replica(self, field_ABL: jax.Array, replicas: int) -> jax.Array:
         a, b, length = field_ABL.shape
-        spec = PartitionSpec(None, self.layout.deferred_axes, self._undeferred or None, None)
+        spec = PartitionSpec(None, self.layout.deferred_axes, self._undeferred or None, self.layout.length_axes or None)
         split = field_ABL.reshape(a, replicas, b // replicas, length)
         return lax.with_sharding_constraint(split, NamedSharding(self.mesh, spec))
 
