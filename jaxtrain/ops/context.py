@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
 from jaxtrain.config import Axis
-from jaxtrain.mesh.rules import active_axes, active_mesh, make_spec, manual
+from jaxtrain.mesh.rules import active_axes, active_mesh, dividing_axes, make_spec, manual
 from jaxtrain.ops import blocks
 from jaxtrain.ops.blocks import Places, Window
 from jaxtrain.ops.kernels import TILES, Kept, Kernel, Score, Sight, Triple, first_keys
@@ -50,7 +51,17 @@ class Split:
     def exchange(self, parts: jax.Array) -> jax.Array:
         """[group, ...]: the n-th part goes to the n-th device of the group, and what that one sends takes its place."""
         groups = [[hop * self.group + d for d in range(self.group)] for hop in range(self.hops)]
-        return lax.all_to_all(parts, self.axes, 0, 0, axis_index_groups=groups)
+
+        @custom_vmap
+        def swap(parts: jax.Array) -> jax.Array:
+            return lax.all_to_all(parts, self.axes, 0, 0, axis_index_groups=groups)
+
+        # Groups have no batching rule of JAX's own; other dims simply go along.
+        @swap.def_vmap
+        def _(size: int, batched: list[bool], parts: jax.Array) -> tuple[jax.Array, bool]:
+            return jnp.moveaxis(self.exchange(jnp.moveaxis(parts, 0, 1)), 1, 0), True
+
+        return swap(parts)
 
     def share(self, sinks_H: jax.Array, heads: int) -> jax.Array:
         """Those of `heads` that a device holds once heads are exchanged."""
@@ -295,61 +306,39 @@ def attend(
     """
     mesh = active_mesh()
     assert mesh is not None, "no mesh here"
-    sizes = mesh.shape
     B, _, H, _ = q_BLHE.shape
-    batch, length, heads = (_dividing(name, size, sizes) for name, size in (("batch", B), ("length", 0), ("heads", H)))
-    shards = math.prod(sizes[axis] for axis in heads)
-    split = plan_split(way, length, math.prod(sizes[axis] for axis in length), H // shards)
+    batch, length, heads = dividing_axes("batch", B), active_axes("length"), dividing_axes("heads", H)
+    devices, shards = (math.prod(mesh.shape[axis] for axis in axes) for axes in (length, heads))
+    split = plan_split(way, length, devices, H // shards)
     K = k_BLKE.shape[2]
-    repeats = math.lcm(K, shards * split.group) // K
-    k_BLKE, v_BLKV = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BLKE, v_BLKV))
-    rows, by_head = make_spec([batch, ()]), make_spec([batch, length, heads, ()])
-    out_specs = by_head, make_spec([batch, heads, length])
-    in_specs = by_head, by_head, by_head, (rows, rows), PartitionSpec(), make_spec([heads])
-    run, pull = _bodies(WAYS[way], kernel, split, score, (*batch, *length))
-    forward = manual(run, in_specs, out_specs)
-    backward = manual(pull, (in_specs, *out_specs, by_head), (by_head, by_head, by_head, make_spec([heads])))
-
-    @jax.custom_vjp
-    def attention(*inputs: Any) -> jax.Array:
-        return forward(*inputs)[0]
-
-    def attention_forward(*inputs: Any) -> tuple[jax.Array, Any]:
-        out, lse = forward(*inputs)
-        return out, (inputs, out, lse)
-
-    def attention_backward(kept: Any, dout: jax.Array) -> tuple[Any, ...]:
-        *gradients, dsinks = backward(*kept, dout)
-        return (*gradients, None, None, dsinks)
-
-    attention.defvjp(attention_forward, attention_backward)
-    exchange, back = (
-        manual(partial(f, split), (by_head,), by_head) if split.group > 1 else (lambda x: x)
-        for f in (_heads_for_places, _places_for_heads)
-    )
-    return back(attention(*map(exchange, (q_BLHE, k_BLKE, v_BLKV)), (segments_BL, positions_BL), score.window, sinks_H))
+    q, k, v = q_BLHE, *(jnp.repeat(x, math.lcm(K, shards * split.group) // K, axis=2) for x in (k_BLKE, v_BLKV))
+    by_head = make_spec([batch, length, heads])
+    attention = _differentiable(WAYS[way], kernel, split, score._replace(window=None), batch, heads)
+    if split.group > 1:
+        to, back = (manual(partial(f, split), (by_head,), by_head) for f in (_heads_for_places, _places_for_heads))
+        exchange, restore = _moves(to, back), _moves(back, to)
+        q, k, v = exchange(q), exchange(k), exchange(v)
+        return restore(attention(q, k, v, Places(segments_BL, positions_BL), score.window, sinks_H))
+    return attention(q, k, v, Places(segments_BL, positions_BL), score.window, sinks_H)
 
 
-def _dividing(name: str, size: int, sizes: Any) -> tuple[Axis, ...]:
-    """Axes that shard a dim of this size: none where they do not divide it, as `constrain` has it."""
-    axes = active_axes(name)
-    return axes if size % math.prod(sizes[axis] for axis in axes) == 0 else ()
+def _moves(there: Callable[[jax.Array], jax.Array], back: Callable[[jax.Array], jax.Array]) -> Any:
+    """`there`, which moves values about and is undone by `back`; so `back` carries its gradient."""
+    moves = jax.custom_vjp(there)
+    moves.defvjp(lambda x: (there(x), None), lambda _, slope: (back(slope),))
+    return moves
 
 
-def _bodies(
-    way: Way, kernel: Kernel, split: Split, static: Score, summed: tuple[Axis, ...]
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward on one device's shards; gradients of sinks are summed over the axes `summed`."""
+def _differentiable(
+    way: Way, kernel: Kernel, split: Split, static: Score, batch: tuple[Axis, ...], heads: tuple[Axis, ...]
+) -> Any:
+    """(q, k, v, places, window, sinks) -> output, all of them global arrays, with a gradient of its own.
 
-    def run(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        places: tuple[jax.Array, jax.Array],
-        window: Window,
-        sinks: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        row, score = _row_of(Places(*places), split, window), static._replace(window=window)
+    Both passes are made here: the backward one is traced where no rules are in force.
+    """
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, places: Places, window: Window, sinks: jax.Array | None) -> Half:
+        row, score = _row_of(places, split, window), static._replace(window=window)
         out, lse = way.forward(split, kernel, row, score, q, k, v)
         if sinks is not None:
             out, lse = blocks.add_sinks(out, lse, split.share(sinks, q.shape[2]))
@@ -357,16 +346,32 @@ def _bodies(
 
     def pull(inputs: Any, out: jax.Array, lse: jax.Array, dout: jax.Array) -> tuple[Any, ...]:
         q, k, v, places, window, sinks = inputs
-        row, score = _row_of(Places(*places), split, window), static._replace(window=window)
+        row, score = _row_of(places, split, window), static._replace(window=window)
         kept = Kept(out, lse, dout, blocks.row_delta(out, dout))
         gradients = way.backward(split, kernel, row, score, q, k, v, kept)
         dsinks = None
         if sinks is not None:
             own = blocks.sinks_gradient(lse, kept.delta_BHP, split.share(sinks, q.shape[2]))
-            dsinks = lax.psum(split.unshare(own, sinks), summed).astype(sinks.dtype)
+            dsinks = lax.psum(split.unshare(own, sinks), (*batch, *split.axes)).astype(sinks.dtype)
         return (*(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), dsinks)
 
-    return run, pull
+    by_head, of_heads = make_spec([batch, split.axes, heads]), make_spec([heads])
+    inputs = by_head, by_head, by_head, make_spec([batch]), PartitionSpec(), of_heads
+    outputs = by_head, make_spec([batch, heads, split.axes])
+    forward = manual(run, inputs, outputs)
+    backward = manual(pull, (inputs, *outputs, by_head), (by_head, by_head, by_head, of_heads))
+
+    def keep(*inputs: Any) -> tuple[jax.Array, Any]:
+        out, lse = forward(*inputs)
+        return out, (inputs, out, lse)
+
+    def gradients(kept: Any, dout: jax.Array) -> tuple[Any, ...]:
+        *dqkv, dsinks = backward(*kept, dout)
+        return (*dqkv, None, None, dsinks)
+
+    attention = jax.custom_vjp(lambda *inputs: forward(*inputs)[0])
+    attention.defvjp(keep, gradients)
+    return attention
 
 
 def _heads_for_places(split: Split, x: jax.Array) -> jax.Array:
