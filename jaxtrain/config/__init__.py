@@ -14,6 +14,7 @@ from jaxtrain.config.load import (
 )
 from jaxtrain.config.settings import (
     AXES,
+    AttentionConfig,
     Axes,
     Axis,
     CheckpointConfig,
@@ -32,8 +33,8 @@ from jaxtrain.config.settings import (
 )
 
 __all__ = [
-    "AXES", "CONFIG_ROOT", "Axes", "Axis", "CheckpointConfig", "ClusterConfig", "ConfigError", "DataConfig",
-    "EvalConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig",
+    "AXES", "CONFIG_ROOT", "AttentionConfig", "Axes", "Axis", "CheckpointConfig", "ClusterConfig", "ConfigError",
+    "DataConfig", "EvalConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig",
     "PrecisionConfig", "RematConfig", "RopeConfig", "RulesConfig", "RunConfig", "SourceConfig", "TokenizerConfig",
     "TrainConfig", "diff_configs", "dump_config", "load_config", "nearest", "replace", "to_tree", "validate",
 ]  # fmt: skip

@@ -327,7 +327,7 @@ class TrainConfig(Section):
 class AttentionConfig(Section):
     """How attention is computed; what it computes stands in model."""
 
-    backend: Literal["auto", "xla", "tokamax", "cudnn"] = "auto"
+    backend: Literal["auto", "dense", "xla", "tokamax", "cudnn"] = "auto"
     """Kernel; auto takes the fastest that can do what the model asks on the devices at hand, and says why."""
     context: Literal["ring", "all_gather", "ulysses"] = "ring"
     """How attention crosses the seq axis: keys travel, keys are gathered, or heads are exchanged for positions."""

@@ -252,7 +252,12 @@ def tokens_read(state: Mapping[str, Place]) -> list[int]:
 
 
 def held_out_batches(
-    documents: Documents, length: int, global_batch: int, batches: int, packing_bins: int = 32
+    documents: Documents,
+    length: int,
+    global_batch: int,
+    batches: int,
+    packing_bins: int = 32,
+    packing: str = "first_fit",
 ) -> list[Batch]:
     """At most `batches` global batches, int32 [global_batch, length] a field, of one pass, the same in every process.
 
@@ -265,6 +270,6 @@ def held_out_batches(
     if not len(pieces):
         return []
     mixture = Mixture(pieces, [1.0], [1], seed=0, shuffle=True)
-    rows = list(islice(Rows(mixture, length=length, bins=packing_bins), batches * global_batch))
+    rows = list(islice(Rows(mixture, length=length, packing=packing, bins=packing_bins), batches * global_batch))
     rows += [[]] * (-len(rows) % global_batch)
     return [fill(whole, rows[lo : lo + global_batch], length) for lo in range(0, len(rows), global_batch)]

@@ -43,7 +43,7 @@ class Layout:
 
     weights: as forward and backward use them; masters: as the state stores them; gradients: after their reduction;
     optimizer: moments. batch_axes shard the batch; deferred_axes are those of them that shard no weight, so gradients
-    are reduced over them once an update. Axes of size 1 appear nowhere.
+    are reduced over them once an update. length_axes shard rows. Axes of size 1 appear nowhere.
     """
 
     weights: Tree
@@ -52,6 +52,7 @@ class Layout:
     optimizer: Tree
     batch_axes: tuple[Axis, ...]
     deferred_axes: tuple[Axis, ...]
+    length_axes: tuple[Axis, ...]
     resolved: Mapping[str, Resolved]
     notes: tuple[str, ...]
     rules: Rules
@@ -111,6 +112,7 @@ def plan_layout(params: Tree, rules: Rules, sizes: Mapping[Axis, int], separate_
         optimizer=optimizer,
         batch_axes=batch_axes,
         deferred_axes=tuple(axis for axis in batch_axes if axis not in sharding),
+        length_axes=tuple(axis for axis in rules.axes("length") if sizes[axis] > 1),
         resolved=resolved,
         notes=notes,
         rules=rules,

@@ -298,6 +298,12 @@ def active_axes(name: str) -> tuple[Axis, ...]:
     return tuple(axis for axis in context.rules.axes(name) if sizes[axis] > 1 and axis not in context.without)
 
 
+def dividing_axes(name: str, size: int) -> tuple[Axis, ...]:
+    """`active_axes` of a dim of this size: none where they do not divide it, as `constrain` leaves it whole."""
+    axes, mesh = active_axes(name), active_mesh()
+    return axes if mesh is not None and size % math.prod(mesh.shape[axis] for axis in axes) == 0 else ()
+
+
 def active_mesh() -> Mesh | AbstractMesh | None:
     """The mesh on which `constrain` acts here, None outside `use_rules`."""
     context = _CONTEXT.get()

@@ -40,7 +40,7 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(config.norm, D, ("norm",), eps)
         self.mlp = MLP(config, rngs)
 
-    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array) -> tuple[jax.Array, Stats]:
+    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None) -> tuple[jax.Array, Stats]:
         """[B, L, D] -> [B, L, D], and what the layer reports."""
         h_BLD = tag(_normalise(self.attention_norm, x_BLD), "attention_input")
         x_BLD = tag(_add(x_BLD, self.attention(h_BLD, flow, window)), "attention_residual")
@@ -72,16 +72,17 @@ class Decoder(nnx.Module):
         graph, stacked = nnx.split(self.layers)
         rotation = rope.tables(positions_BL, rope_frequencies(config)) if config.positions == "rope" else None
         flow = Flow(segments_BL, positions_BL, rotation)
-        # The pattern repeats over layers; a layer's window is scanned data, so that one body serves all layers.
-        windows = np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
+        # The pattern repeats over layers; windows that differ are scanned data, so that one body serves all layers.
+        pattern = np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
+        windows = None if len(set(config.windows)) == 1 else jnp.asarray(pattern)
 
-        def block(params: Any, x_BLD: jax.Array, window: jax.Array) -> tuple[jax.Array, Stats]:
-            return nnx.merge(graph, params)(x_BLD, flow, window)
+        def block(params: Any, x_BLD: jax.Array, window: jax.Array | None) -> tuple[jax.Array, Stats]:
+            return nnx.merge(graph, params)(x_BLD, flow, config.windows[0] if window is None else window)
 
         # Two steps: a table split over vocabulary sums whole rows, which are then scattered over the residual's shards.
         x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "length", "hidden")
         x_BLD = constrain(x_BLD, "batch", "residual_length", "hidden")
-        x_BLD, stats = run_layers(block, nnx.to_pure_dict(stacked), x_BLD, jnp.asarray(windows), remat)
+        x_BLD, stats = run_layers(block, nnx.to_pure_dict(stacked), x_BLD, windows, remat)
         return _normalise(self.norm, x_BLD), stats
 
 

@@ -98,12 +98,12 @@ class Attention(nnx.Module):
             ("norm",) if config.out_bias else None,
         )  # fmt: skip
 
-    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array) -> jax.Array:
+    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None) -> jax.Array:
         """[B, L, D] -> [B, L, D]; `window` counts visible tokens."""
         q_BLHE = self._place(self.query(x_BLD), self.query_norm, flow.rotation, "heads")
         k_BLKE = self._place(self.key(x_BLD), self.key_norm, flow.rotation, "kv_heads")
         v_BLKE = self._place(self.value(x_BLD), None, None, "kv_heads")
-        out_BLHE = attention.attend(q_BLHE, k_BLKE, v_BLKE, flow.segments_BL, window, self.softcap)
+        out_BLHE = attention.attend(q_BLHE, k_BLKE, v_BLKE, flow.segments_BL, flow.positions_BL, window, self.softcap)
         return self.out(tag(constrain(out_BLHE, "batch", "length", "heads", "head_dim"), "attention_out"))
 
     @staticmethod

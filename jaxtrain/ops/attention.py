@@ -1,51 +1,298 @@
-"""Attention over packed rows.
+"""Attention over packed rows: one function, several backends, chosen by what a layer asks and what the device is.
 
-B batch, L length (queries), M length (keys), H heads, K kv heads, E head width.
+B batch, L length (queries), M length (keys), H heads, K kv heads, E head width, V value width.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
-# Finite, so that a row with nothing visible has no inf - inf; far below any score.
-HIDDEN = -1e30
+from jaxtrain.config import AttentionConfig, ConfigError, RunConfig
+from jaxtrain.mesh.rules import active_axes, active_mesh, dividing_axes, make_spec, manual
+from jaxtrain.ops import blocks, context
+from jaxtrain.ops.blocks import HIDDEN, Places, Window, visible
+from jaxtrain.ops.kernels import CUDNN, MOSAIC, TILES, Kept, Kernel, Score, Sight, first_keys
+from jaxtrain.ops.plain import is_plain
+
+DENSE_LENGTH = 1024
+"""Rows up to this length are fastest with all scores at once on a CPU."""
+
+HALF_DTYPES = ("float16", "bfloat16")
+
+
+class Request(NamedTuple):
+    """What a layer asks for, as far as backends differ."""
+
+    platform: str
+    """cpu, gpu or tpu."""
+    capability: float | None
+    """CUDA compute capability of the devices; None elsewhere."""
+    length: int
+    widths: tuple[int, int]
+    """Of a head's queries and values."""
+    dtype: str
+    window: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    packed: bool = True
+    """A row may hold several documents."""
+    way: str | None = None
+    """attention.context where rows are split over devices."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention: why it cannot serve a request, why `auto` passes it over, its kernel (or dense)."""
+
+    name: str
+    cannot: Callable[[Request], str | None]
+    should_not: Callable[[Request], str | None] = lambda request: None
+    kernel: Kernel | None = None
+
+
+class Choice(NamedTuple):
+    """A backend and why it was taken."""
+
+    backend: Backend
+    reason: str
+
+
+def _dense_cannot(request: Request) -> str | None:
+    return "rows are split over mesh.seq" if request.way else None
+
+
+def _dense_should_not(request: Request) -> str | None:
+    if request.platform != "cpu":
+        return "it holds all scores"
+    if request.length > DENSE_LENGTH:
+        return f"it holds all scores, of rows longer than {DENSE_LENGTH}"
+    return None
+
+
+def _tokamax_cannot(request: Request) -> str | None:
+    capability = request.capability
+    if request.platform != "gpu" or capability is None or not 9.0 <= capability < 11.0:
+        return "it needs NVIDIA GPUs of compute capability 9 or 10 (Hopper, Blackwell)"
+    if request.dtype not in HALF_DTYPES:
+        return f"it computes in {' and '.join(HALF_DTYPES)}, not in {request.dtype}"
+    if max(request.widths) > 256:
+        return f"heads of {max(request.widths)} are wider than 256"
+    if find_spec("tokamax") is None:
+        return "the package tokamax is not installed: pip install -r requirements-gpu.txt"
+    return None
+
+
+def _cudnn_cannot(request: Request) -> str | None:
+    capability = request.capability
+    if request.platform != "gpu" or capability is None or capability < 8.0:
+        return "it needs NVIDIA GPUs of compute capability 8 or later"
+    if request.dtype not in HALF_DTYPES:
+        return f"it computes in {' and '.join(HALF_DTYPES)}, not in {request.dtype}"
+    if request.packed:
+        return "it cannot keep the documents of a packed row apart (data.packing is not none)"
+    if request.window or request.softcap:
+        return "it has neither windows nor a soft cap here"
+    if request.way == "all_gather":
+        return "it cannot see a part of the keys: attention.context all_gather"
+    widest = 256 if capability >= 9.0 else 128
+    if any(width % 8 or width > widest for width in request.widths):
+        return f"heads of {request.widths} are no multiples of 8 up to {widest}"
+    if request.widths[0] != request.widths[1] and capability < 9.0:
+        return "values narrower than keys need compute capability 9 or later"
+    return None
+
+
+BACKENDS = (
+    Backend("dense", _dense_cannot, _dense_should_not),
+    Backend("tokamax", _tokamax_cannot, kernel=MOSAIC),
+    Backend("cudnn", _cudnn_cannot, kernel=CUDNN),
+    Backend("xla", lambda request: None, kernel=TILES),
+)
+"""In the order in which `auto` tries them."""
+
+
+def choose(wanted: str, request: Request) -> Choice:
+    """The backend that attention.backend `wanted` means for a request.
+
+    Raises ConfigError, naming the backends that can, where the one wanted cannot.
+    """
+    if is_plain():
+        return Choice(BACKENDS[0], "plain mathematics")
+    refusals = {backend.name: backend.cannot(request) for backend in BACKENDS}
+    if wanted == "auto":
+        passed = {b.name: refusals[b.name] or b.should_not(request) for b in BACKENDS}
+        taken = next(backend for backend in BACKENDS if passed[backend.name] is None)
+        before = BACKENDS[: BACKENDS.index(taken)]
+        return Choice(taken, "; ".join(f"not {b.name}: {passed[b.name]}" for b in before) or "the fastest here")
+    if refusals[wanted] is not None:
+        able = ", ".join(name for name, refusal in refusals.items() if refusal is None)
+        raise ConfigError(f"attention.backend {wanted} cannot do this: {refusals[wanted]}; backends that can: {able}")
+    return Choice(next(b for b in BACKENDS if b.name == wanted), "attention.backend")
+
+
+def choose_for(config: RunConfig, device: Any, length: int, split: bool) -> Choice:
+    """The backend of a run's layers on rows of `length` on devices like `device`; raises ConfigError like `choose`."""
+    model, mla = config.model, config.model.mla
+    width = model.width_of_head
+    widths = (width + mla.rope_dim, mla.v_dim or width) if mla.kv_rank else (width, width)
+    request = Request(
+        *_kind(device), length, widths, config.precision.compute, any(model.windows),
+        model.attention_softcap is not None, model.attention_sinks, _packed(config),
+        config.attention.context if split else None,
+    )  # fmt: skip
+    return choose(config.attention.backend, request)
+
+
+class _Setting(NamedTuple):
+    config: AttentionConfig
+    packed: bool
+
+
+# Outside of a run (sampling, notebooks) rows may hold anything.
+_DEFAULT = _Setting(AttentionConfig(), packed=True)
+_SETTING: ContextVar[_Setting | None] = ContextVar("jaxtrain_attention", default=None)
+
+
+@contextmanager
+def use_attention(config: RunConfig) -> Iterator[None]:
+    """While tracing here, `attend` obeys config.attention, on rows as config.data lays them."""
+    token = _SETTING.set(_Setting(config.attention, _packed(config)))
+    try:
+        yield
+    finally:
+        _SETTING.reset(token)
 
 
 def attend(
-    q_BLHE: jax.Array,
-    k_BLKE: jax.Array,
-    v_BLKE: jax.Array,
-    segments_BL: jax.Array,
-    window: jax.Array | int | None = None,
-    softcap: float | None = None,
-) -> jax.Array:
-    """Causal attention inside each segment of a row, softmax in float32, scores scaled by 1/sqrt(E); [B, L, H, E].
+    q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKV: jax.Array, segments_BL: jax.Array, positions_BL: jax.Array,
+    window: Window = None, softcap: float | None = None, scale: float | None = None, sinks_H: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """Causal attention inside each document of a row, softmax in float32; [B, L, H, V] in q's dtype.
 
-    A query sees the keys at or before its index that share its segment; segment 0 is padding, which sees nothing and
-    gives zeros. `window` counts visible keys, oneself included; `softcap` bounds scores (Gemma 2).
+    A query sees the keys of its segment with 0 <= position(query) - position(key) < window; segment 0 is padding, which
+    sees nothing and gives zeros. Scores are scaled by `scale` (None: 1 / sqrt(E)), then bounded by `softcap` (Gemma 2);
+    a head's sink takes part in the softmax and adds nothing (gpt-oss). Raises ConfigError where attention.backend names
+    a backend that cannot do this.
     """
-    H, E = q_BLHE.shape[2:]
+    setting, mesh = _SETTING.get() or _DEFAULT, active_mesh()
+    length = active_axes("length")
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    way = setting.config.context if length else None
+    E, V = q_BLHE.shape[3], v_BLKV.shape[3]
+    request = Request(
+        *_kind(device), q_BLHE.shape[1], (E, V), q_BLHE.dtype.name, window is not None, softcap is not None,
+        sinks_H is not None, setting.packed, way,
+    )  # fmt: skip
+    kernel = choose(setting.config.backend, request).backend.kernel
+    score = Score(window, softcap, E**-0.5 if scale is None else scale)
+    places = Places(segments_BL, positions_BL)
+    if kernel is None:
+        out_BLHV = dense(q_BLHE, k_BLKE, v_BLKV, places, score, sinks_H)
+    elif way is not None:
+        out_BLHV = context.attend(q_BLHE, k_BLKE, v_BLKV, *places, score, sinks_H, way, kernel)
+    else:
+        out_BLHV = _by_device(kernel, q_BLHE, k_BLKE, v_BLKV, places, score, sinks_H)
+    return jnp.where(segments_BL[:, :, None, None] > 0, out_BLHV, 0)
+
+
+def dense(
+    q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKV: jax.Array, places: Places, score: Score, sinks_H: jax.Array | None
+) -> jax.Array:
+    """One softmax over all scores, differentiated by JAX; padding has no promise."""
+    H = q_BLHE.shape[2]
     # Heads before length: batched matmuls of plain matrices. Repeated keys cost little beside the scores, keep the
     # heads one dim, so that any mesh axis that divides them can shard them, and are what the CPU is fastest with.
-    k_BMHE, v_BMHE = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k_BLKE, v_BLKE))
-    q_BHLE, k_BHME, v_BHME = (a.swapaxes(1, 2) for a in (q_BLHE, k_BMHE, v_BMHE))
-    scores_BHLM = jnp.einsum("bhle,bhme->bhlm", q_BHLE, k_BHME, preferred_element_type=jnp.float32) * E**-0.5
-    if softcap is not None:
-        scores_BHLM = softcap * jnp.tanh(scores_BHLM / softcap)
+    k_BMHE, v_BMHV = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k_BLKE, v_BLKV))
+    q_BHLE, k_BHME, v_BHMV = (a.swapaxes(1, 2) for a in (q_BLHE, k_BMHE, v_BMHV))
+    scores_BHLM = jnp.einsum("bhle,bhme->bhlm", q_BHLE, k_BHME, preferred_element_type=jnp.float32) * score.scale
+    if score.softcap is not None:
+        scores_BHLM = score.softcap * jnp.tanh(scores_BHLM / score.softcap)
     # Added, not selected: one array for all heads, and a sum has a cheaper gradient than a select.
-    hidden_BLM = jnp.where(visible(segments_BL, window), 0.0, HIDDEN)
-    weights_BHLM = jax.nn.softmax(scores_BHLM + hidden_BLM[:, None], axis=-1).astype(v_BLKE.dtype)
-    out_BHLE = jnp.einsum("bhlm,bhme->bhle", weights_BHLM, v_BHME, preferred_element_type=jnp.float32)
-    out_BLHE = out_BHLE.swapaxes(1, 2).astype(q_BLHE.dtype)
-    return jnp.where(segments_BL[:, :, None, None] > 0, out_BLHE, 0)
+    hidden_BLM = jnp.where(visible(places, places, score.window), 0.0, HIDDEN)
+    scores_BHLM += hidden_BLM[:, None]
+    if sinks_H is None:
+        weights_BHLM = jax.nn.softmax(scores_BHLM, axis=-1)
+    else:
+        sinks_BHL1 = jnp.broadcast_to(sinks_H.astype(jnp.float32)[:, None, None], (*scores_BHLM.shape[:3], 1))
+        weights_BHLM = jax.nn.softmax(jnp.concatenate([scores_BHLM, sinks_BHL1], axis=-1), axis=-1)[..., :-1]
+    weights_BHLM = weights_BHLM.astype(v_BLKV.dtype)
+    out_BHLV = jnp.einsum("bhlm,bhmv->bhlv", weights_BHLM, v_BHMV, preferred_element_type=jnp.float32)
+    return out_BHLV.swapaxes(1, 2).astype(q_BLHE.dtype)
 
 
-def visible(segments_BL: jax.Array, window: jax.Array | int | None = None) -> jax.Array:
-    """Which key (last dim) a query (middle dim) may see: bool [B, L, L]; a query of segment 0 has no promise."""
-    order = jnp.arange(segments_BL.shape[1])
-    distance_LM = order[:, None] - order[None, :]
-    near_LM = distance_LM >= 0
-    if window is not None:
-        near_LM &= distance_LM < window
-    return near_LM & (segments_BL[:, :, None] == segments_BL[:, None, :])
+def _by_device(
+    kernel: Kernel, q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKV: jax.Array, places: Places, score: Score,
+    sinks_H: jax.Array | None,
+) -> jax.Array:  # fmt: skip
+    """A kernel on each device's rows and heads: no partitioner looks into it."""
+    static = score._replace(window=None)
+    run = partial(_whole_rows, kernel, static)
+    mesh = active_mesh()
+    if mesh is None:
+        return run(q_BLHE, k_BLKE, v_BLKV, sinks_H, places, score.window)
+    B, _, H, _ = q_BLHE.shape
+    batch, heads = dividing_axes("batch", B), dividing_axes("heads", H)
+    shards = math.prod(mesh.shape[axis] for axis in heads)
+    K = k_BLKE.shape[2]
+    # Fewer kv heads than shards: each device takes the one that its query heads share.
+    k_BLKE, v_BLKV = (jnp.repeat(x, math.lcm(K, shards) // K, axis=2) for x in (k_BLKE, v_BLKV))
+    rows, by_head = make_spec([batch]), make_spec([batch, (), heads])
+    inputs = by_head, by_head, by_head, make_spec([heads]), rows, PartitionSpec()
+    return manual(run, inputs, by_head)(q_BLHE, k_BLKE, v_BLKV, sinks_H, places, score.window)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _whole_rows(
+    kernel: Kernel, static: Score, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, places: Places,
+    window: Window,
+) -> jax.Array:  # fmt: skip
+    return _forward(kernel, static, q, k, v, sinks, places, window)[0]
+
+
+def _forward(
+    kernel: Kernel, static: Score, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, places: Places,
+    window: Window,
+) -> tuple[jax.Array, Any]:  # fmt: skip
+    out, lse = kernel.forward(q, k, v, _sight(places, window), static._replace(window=window))
+    if sinks is not None:
+        out, lse = blocks.add_sinks(out.astype(jnp.float32), lse, sinks)
+    # Both under the name of the output: who keeps that (remat.names) need not attend again.
+    out, lse = (checkpoint_name(x, "attention_out") for x in (out.astype(q.dtype), lse))
+    return out, (q, k, v, sinks, places, window, out, lse)
+
+
+def _backward(kernel: Kernel, static: Score, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
+    q, k, v, sinks, places, window, out, lse = saved
+    kept = Kept(out, lse, dout, blocks.row_delta(out, dout))
+    gradients = kernel.backward(q, k, v, kept, _sight(places, window), static._replace(window=window))
+    dq, dk, dv = (g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
+    dsinks = None if sinks is None else blocks.sinks_gradient(lse, kept.delta_BHP, sinks).astype(sinks.dtype)
+    return dq, dk, dv, dsinks, None, None
+
+
+_whole_rows.defvjp(_forward, _backward)
+
+
+def _sight(places: Places, window: Window) -> Sight:
+    return Sight(places, places, first_keys(places, window), ordered=True)
+
+
+def _kind(device: Any) -> tuple[str, float | None]:
+    capability = getattr(device, "compute_capability", None)
+    return device.platform, None if capability is None else float(capability)
+
+
+def _packed(config: RunConfig) -> bool:
+    return config.data.packing != "none"

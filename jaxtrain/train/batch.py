@@ -3,6 +3,9 @@
 Row g of the global batch (the order in which the stream yields rows) is row g // A of microbatch g mod A.
 The map does not mention processes or devices, so every layout computes the same microbatches from the same rows,
 and any block of the batch dimension that a process holds is one contiguous run of rows.
+
+Where devices share rows, the tokens of a row are stored in zig-zag order (ops/zigzag.py): here, on the host, and nowhere
+else are they moved. What the model computes of a token follows from its segment and position, not from its index.
 """
 
 from __future__ import annotations
@@ -15,17 +18,23 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxtrain.config import Axis, ConfigError, TrainConfig
-from jaxtrain.data import FIELDS
+from jaxtrain.data import FIELDS, IGNORE
 from jaxtrain.mesh.layout import Layout
+from jaxtrain.ops.zigzag import padded_length, row_order
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one global batch is cut: rows, replicas, microbatches an update."""
+    """How one global batch is cut: rows, replicas, microbatches an update.
+
+    `row_devices` share each row, whose stored length `row_multiple` divides too.
+    """
 
     global_batch: int
     replicas: int
     accumulation: int
+    row_devices: int = 1
+    row_multiple: int = 1
 
     @property
     def rows(self) -> int:
@@ -36,6 +45,10 @@ class BatchPlan:
     def microbatch(self) -> int:
         """Rows that one replica computes at once."""
         return self.rows // self.replicas
+
+    def stored(self, length: int) -> int:
+        """Tokens of a row of `length` as devices hold it, padding that lets them share it counted."""
+        return padded_length(length, self.row_devices, self.row_multiple)
 
 
 def plan_batch(
@@ -70,7 +83,7 @@ def batch_sharding(plan: BatchPlan, layout: Layout, mesh: jax.sharding.Mesh) -> 
     """Sharding of a [A, B, L] batch array: microbatches whole, rows over the batch axes, deferred ones outermost."""
     outer = layout.deferred_axes
     rows = (*outer, *(axis for axis in layout.batch_axes if axis not in outer))
-    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, rows or None, None))
+    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, rows or None, layout.length_axes or None))
 
 
 def owned_rows(plan: BatchPlan, sharding: NamedSharding, length: int) -> tuple[int, int]:
@@ -82,15 +95,26 @@ def owned_rows(plan: BatchPlan, sharding: NamedSharding, length: int) -> tuple[i
 
 
 def place(rows: dict[str, np.ndarray], first: int, plan: BatchPlan, sharding: NamedSharding) -> dict[str, jax.Array]:
-    """Host rows [n, L] that start at global row `first` -> global arrays [A, B, L]."""
+    """Host rows [n, L] that start at global row `first` -> global arrays [A, B, stored L]."""
 
-    def array(field: np.ndarray) -> jax.Array:
+    def array(name: str) -> jax.Array:
+        field = _stored(rows[name], plan, IGNORE if name == "labels" else 0)
+
         def block(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             lo, hi, _ = index[1].indices(plan.rows)
             run = field[lo * plan.accumulation - first : hi * plan.accumulation - first]
-            return run.reshape(hi - lo, plan.accumulation, -1).swapaxes(0, 1)
+            return run[:, index[2]].reshape(hi - lo, plan.accumulation, -1).swapaxes(0, 1)
 
         return jax.make_array_from_callback((plan.accumulation, plan.rows, field.shape[1]), sharding, block)
 
-    return {name: array(rows[name]) for name in FIELDS}
+    return {name: array(name) for name in FIELDS}
+
+
+def _stored(field: np.ndarray, plan: BatchPlan, padding: int) -> np.ndarray:
+    """Rows [n, L] as devices hold them: padded at the end, in zig-zag order."""
+    if plan.row_devices == 1:
+        return field
+    length = plan.stored(field.shape[1])
+    padded = np.pad(field, ((0, 0), (0, length - field.shape[1])), constant_values=padding)
+    return padded[:, row_order(length, plan.row_devices)]

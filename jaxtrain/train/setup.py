@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +28,6 @@ from jaxtrain.train.step import Batch, Step
 
 UNTRAINABLE = {
     "pipe": "pipeline schedules",
-    "seq": "context parallelism",
     "expert": "expert dispatch",
 }
 
@@ -70,7 +71,7 @@ class Setup:
         return self._batch_of(self.plans[phase], self.phases[phase].length)
 
     def _batch_of(self, plan: BatchPlan, length: int) -> Batch:
-        shape = (plan.accumulation, plan.rows, length)
+        shape = (plan.accumulation, plan.rows, plan.stored(length))
         field = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.batch_sharding)
         return dict.fromkeys(FIELDS, field)  # type: ignore[arg-type]
 
@@ -98,10 +99,15 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     rules = resolve_rules(config.rules)
     layout = plan_layout(model.params, rules, topology.sizes, Precision(config.precision).separate_masters)
     phases = phases_of(config.data, config.train)
+    row_devices = math.prod(topology.sizes[axis] for axis in layout.length_axes)
+    row_multiple = math.prod(topology.sizes[axis] for axis in rules.axes("residual_length"))
     plan, *plans = (
-        plan_batch(config.train, topology.sizes, layout.batch_axes, rows)
+        dataclasses.replace(
+            plan_batch(config.train, topology.sizes, layout.batch_axes, rows),
+            row_devices=row_devices, row_multiple=row_multiple,
+        )
         for rows in (None, *(phase.global_batch for phase in phases))
-    )
+    )  # fmt: skip
     schedule_end(config.optimizer, config.train.updates)
     check_remat(config.remat, config.model)
     check_options(config.xla)

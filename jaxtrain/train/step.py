@@ -30,6 +30,7 @@ from jaxtrain.nn.model import Model
 from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_add, counter_float
 from jaxtrain.numerics.precision import Precision
+from jaxtrain.ops.attention import use_attention
 from jaxtrain.ops.loss import IGNORE, cross_entropy
 from jaxtrain.optim import clip_scale, global_norm, learning_rate
 from jaxtrain.train.state import State
@@ -100,7 +101,7 @@ class Step:
         weights = self._weights(params)
 
         def body(_: None, rows: Batch) -> tuple[None, Sums]:
-            with use_rules(self.rules, self.mesh):
+            with use_rules(self.rules, self.mesh), use_attention(self.config):
                 return None, self._objective(weights, rows, totals, 1.0)[1]
 
         totals = self.totals(batch)
@@ -121,7 +122,7 @@ class Step:
         replicas = math.prod(self.mesh.shape[axis] for axis in self.layout.deferred_axes)
 
         def scaled(weights: Tree, rows: Batch) -> tuple[jax.Array, Sums]:
-            with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes):
+            with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
                 return self._objective(weights, rows, totals, scale)
 
         grad: Callable[..., Any] = jax.grad(scaled, has_aux=True)
@@ -166,7 +167,7 @@ class Step:
 
     def _by_replica(self, field_ABL: jax.Array, replicas: int) -> jax.Array:
         a, b, length = field_ABL.shape
-        spec = PartitionSpec(None, self.layout.deferred_axes, self._undeferred or None, None)
+        spec = PartitionSpec(None, self.layout.deferred_axes, self._undeferred or None, self.layout.length_axes or None)
         split = field_ABL.reshape(a, replicas, b // replicas, length)
         return lax.with_sharding_constraint(split, NamedSharding(self.mesh, spec))
 

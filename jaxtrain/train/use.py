@@ -61,7 +61,11 @@ def held_out(setup: Setup, corpus: Corpus) -> list[Batch]:
             f"data.held_out {config.data.held_out} keeps no document for evaluation: raise it, bring more files, "
             "or set eval.every: null"
         )
-    batches = held_out_batches(corpus.held_out, config.data.length, config.train.global_batch, config.eval.batches)
+    # One document a row where training has it so: attention may count on it.
+    packing = "none" if config.data.packing == "none" else "first_fit"
+    batches = held_out_batches(
+        corpus.held_out, config.data.length, config.train.global_batch, config.eval.batches, packing=packing
+    )
     return [place(rows, 0, setup.plan, setup.batch_sharding) for rows in batches]
 
 

@@ -1,0 +1,241 @@
+"""Attention of a block of queries on a block of keys, tile by tile: memory linear in length, forward and backward.
+
+A block gives its softmax's log denominator beside its output, so that the blocks that one query sees can be merged, and
+takes the merged one in the backward pass, so that their gradients can be summed (Dao et al. 2022, Liu et al. 2023).
+
+B batch, L queries, M keys, H heads, K kv heads, G query heads a kv head, E head width, V value width, T queries and S
+keys of a tile, N query tiles, J key tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Finite, so that nothing visible makes no inf - inf.
+HIDDEN = -1e30
+"""Added to a score that is not visible; lse of a query that sees nothing."""
+# No visible score lies below: exp(HIDDEN - FLOOR) is 0 where a tile shows a query nothing.
+FLOOR = -1e20
+
+TILE = 512
+"""Queries and keys of a tile at most: the scores of a tile are all that exist at once."""
+
+
+class Places(NamedTuple):
+    """Where tokens stand: document in the row (from 1; 0 is padding) and place in the document, int32 [B, L] each."""
+
+    segments: jax.Array
+    positions: jax.Array
+
+
+Window = jax.Array | int | None
+"""Visible tokens, oneself included; None is all. May be traced."""
+
+
+def visible(queries: Places, keys: Places, window: Window = None) -> jax.Array:
+    """Which key a query sees, bool [B, L, M]: one of its own document (never padding) with 0 <= distance < window."""
+    distance_BLM = queries.positions[:, :, None] - keys.positions[:, None, :]
+    near_BLM = distance_BLM >= 0
+    if window is not None:
+        near_BLM &= distance_BLM < window
+    same_BLM = queries.segments[:, :, None] == keys.segments[:, None, :]
+    return near_BLM & same_BLM & (queries.segments[:, :, None] > 0)
+
+
+def forward(
+    q_BLHE: jax.Array, k_BMKE: jax.Array, v_BMKV: jax.Array, queries: Places, keys: Places,
+    window: Window, softcap: float | None, scale: float, ordered: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Output [B, L, H, V] and log of the softmax's denominator [B, H, L], both float32.
+
+    A query that sees nothing gives 0 and HIDDEN. `ordered` promises that queries and keys are the same tokens in the
+    order of the row: tiles that lie wholly in the future or behind the window are then skipped.
+    """
+    B, L, H = q_BLHE.shape[:3]
+    K, V = v_BMKV.shape[2:]
+    queries_N, keys_J, q_NBKGTE = _tiled(queries), _tiled(keys), _by_group(q_BLHE, K)
+    k_JBKSE, v_JBKSV = _by_head(k_BMKE), _by_head(v_BMKV)
+
+    def on_queries(_: None, tile: tuple[jax.Array, jax.Array, Places]) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        n, q_BKGTE, places = tile
+
+        def on_keys(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            out_BKGTV, top_BKGT, sum_BKGT = carry
+            v_BKSV = v_JBKSV[j]
+            scores_BKGTS, _ = _scores(q_BKGTE, k_JBKSE[j], places, _at(keys_J, j), window, softcap, scale)
+            highest_BKGT = jnp.maximum(top_BKGT, jnp.max(scores_BKGTS, axis=-1))
+            weights_BKGTS = jnp.exp(scores_BKGTS - highest_BKGT[..., None])
+            shrink_BKGT = jnp.exp(top_BKGT - highest_BKGT)
+            added_BKGTV = _dot("bkgts,bksv->bkgtv", weights_BKGTS.astype(v_BKSV.dtype), v_BKSV)
+            return (
+                out_BKGTV * shrink_BKGT[..., None] + added_BKGTV,
+                highest_BKGT,
+                sum_BKGT * shrink_BKGT + jnp.sum(weights_BKGTS, axis=-1),
+            )
+
+        rows = q_BKGTE.shape[:4]
+        start = jnp.zeros((*rows, V), jnp.float32), jnp.full(rows, FLOOR, jnp.float32), jnp.zeros(rows, jnp.float32)
+        bounds = _keys_of(n, len(k_JBKSE), q_BKGTE.shape[3], window, ordered)
+        out_BKGTV, top_BKGT, sum_BKGT = lax.fori_loop(*bounds, on_keys, start)
+        some = sum_BKGT > 0
+        lse_BKGT = jnp.where(some, top_BKGT + jnp.log(jnp.where(some, sum_BKGT, 1.0)), HIDDEN)
+        return None, (out_BKGTV / jnp.where(some, sum_BKGT, 1.0)[..., None], lse_BKGT)
+
+    tiles = jnp.arange(len(q_NBKGTE)), q_NBKGTE, queries_N
+    _, (out_NBKGTV, lse_NBKGT) = lax.scan(on_queries, None, tiles)
+    lse_BHL = jnp.moveaxis(lse_NBKGT, 0, 3).reshape(B, H, -1)[..., :L]
+    return _by_row(out_NBKGTV, L), lse_BHL
+
+
+def backward(
+    q_BLHE: jax.Array, k_BMKE: jax.Array, v_BMKV: jax.Array, lse_BHL: jax.Array, delta_BHL: jax.Array,
+    dout_BLHV: jax.Array, queries: Places, keys: Places,
+    window: Window, softcap: float | None, scale: float, ordered: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Gradients of q, k and v from this block, float32; summed over the blocks that a query sees they are the whole.
+
+    `lse_BHL` is that of all those blocks together (and of sinks), `delta_BHL` is `row_delta` of the whole output.
+    """
+    L, M, K = q_BLHE.shape[1], k_BMKE.shape[1], k_BMKE.shape[2]
+    q_NBKGTE, dout_NBKGTV = _by_group(q_BLHE, K), _by_group(dout_BLHV, K)
+    queries_N = _tiled(queries)
+    # A query that sees nothing, here or anywhere, must not find exp(HIDDEN - HIDDEN).
+    lse_NBKGT = _by_group(jnp.maximum(lse_BHL, FLOOR).swapaxes(1, 2)[..., None], K)[..., 0]
+    delta_NBKGT = _by_group(delta_BHL.swapaxes(1, 2)[..., None], K)[..., 0]
+    k_JBKSE, v_JBKSV = _by_head(k_BMKE), _by_head(v_BMKV)
+
+    def on_keys(dq_NBKGTE: jax.Array, tile: tuple[jax.Array, jax.Array, jax.Array, Places]) -> tuple[jax.Array, tuple]:
+        j, k_BKSE, v_BKSV, places = tile
+
+        def on_queries(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            dq_NBKGTE, dk_BKSE, dv_BKSV = carry
+            q_BKGTE, dout_BKGTV = q_NBKGTE[n], dout_NBKGTV[n]
+            scores_BKGTS, bend_BKGTS = _scores(q_BKGTE, k_BKSE, _at(queries_N, n), places, window, softcap, scale)
+            weights_BKGTS = jnp.exp(scores_BKGTS - lse_NBKGT[n][..., None])
+            dweights_BKGTS = _dot("bkgtv,bksv->bkgts", dout_BKGTV, v_BKSV)
+            slope_BKGTS = weights_BKGTS * (dweights_BKGTS - delta_NBKGT[n][..., None]) * scale
+            if bend_BKGTS is not None:
+                slope_BKGTS *= bend_BKGTS
+            slope_BKGTS = slope_BKGTS.astype(q_BKGTE.dtype)
+            return (
+                dq_NBKGTE.at[n].add(_dot("bkgts,bkse->bkgte", slope_BKGTS, k_BKSE)),
+                dk_BKSE + _dot("bkgts,bkgte->bkse", slope_BKGTS, q_BKGTE),
+                dv_BKSV + _dot("bkgts,bkgtv->bksv", weights_BKGTS.astype(dout_BKGTV.dtype), dout_BKGTV),
+            )
+
+        start = dq_NBKGTE, jnp.zeros(k_BKSE.shape, jnp.float32), jnp.zeros(v_BKSV.shape, jnp.float32)
+        bounds = _queries_of(j, len(q_NBKGTE), k_BKSE.shape[2], window, ordered)
+        dq_NBKGTE, dk_BKSE, dv_BKSV = lax.fori_loop(*bounds, on_queries, start)
+        return dq_NBKGTE, (dk_BKSE, dv_BKSV)
+
+    tiles = jnp.arange(len(k_JBKSE)), k_JBKSE, v_JBKSV, _tiled(keys)
+    dq_NBKGTE, (dk_JBKSE, dv_JBKSV) = lax.scan(on_keys, jnp.zeros(q_NBKGTE.shape, jnp.float32), tiles)
+    return _by_row(dq_NBKGTE, L), _by_row(dk_JBKSE[:, :, :, None], M), _by_row(dv_JBKSV[:, :, :, None], M)
+
+
+def row_delta(out_BLHV: jax.Array, dout_BLHV: jax.Array) -> jax.Array:
+    """Sum over V of output times its gradient, float32 [B, H, L]: what `backward` takes from every score's slope."""
+    return jnp.einsum("blhv,blhv->bhl", out_BLHV, dout_BLHV, preferred_element_type=jnp.float32)
+
+
+def merge(
+    out_BLHV: jax.Array, lse_BHL: jax.Array, other_BLHV: jax.Array, other_lse_BHL: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Output and lse of the same queries on two blocks of keys together, float32."""
+    both_BHL = jnp.logaddexp(lse_BHL, other_lse_BHL)
+    ours_BLH1, theirs_BLH1 = (jnp.exp(a - both_BHL).swapaxes(1, 2)[..., None] for a in (lse_BHL, other_lse_BHL))
+    return out_BLHV * ours_BLH1 + other_BLHV * theirs_BLH1, both_BHL
+
+
+def add_sinks(out_BLHV: jax.Array, lse_BHL: jax.Array, sinks_H: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and lse when each head's sink takes part in the softmax and adds nothing to the output."""
+    with_BHL = jnp.logaddexp(lse_BHL, sinks_H.astype(jnp.float32)[:, None])
+    return out_BLHV * jnp.exp(lse_BHL - with_BHL).swapaxes(1, 2)[..., None], with_BHL
+
+
+def sinks_gradient(lse_BHL: jax.Array, delta_BHL: jax.Array, sinks_H: jax.Array) -> jax.Array:
+    """Gradient of the sinks [H], float32; `lse_BHL` is the one with them."""
+    weight_BHL = jnp.exp(sinks_H.astype(jnp.float32)[:, None] - lse_BHL)
+    return -jnp.sum(weight_BHL * delta_BHL, axis=(0, 2))
+
+
+def _scores(
+    q_BKGTE: jax.Array, k_BKSE: jax.Array, queries: Places, keys: Places,
+    window: Window, softcap: float | None, scale: float,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    """Float32 scores [B, K, G, T, S], HIDDEN where not visible, and the derivative of the soft cap."""
+    scores_BKGTS, bend_BKGTS = _dot("bkgte,bkse->bkgts", q_BKGTE, k_BKSE) * scale, None
+    if softcap is not None:
+        share_BKGTS = jnp.tanh(scores_BKGTS / softcap)
+        scores_BKGTS, bend_BKGTS = softcap * share_BKGTS, 1.0 - jnp.square(share_BKGTS)
+    hidden_BTS = jnp.where(visible(queries, keys, window), 0.0, HIDDEN)
+    return scores_BKGTS + hidden_BTS[:, None, None], bend_BKGTS
+
+
+def _keys_of(
+    n: jax.Array, tiles: int, size: int, window: Window, ordered: bool
+) -> tuple[jax.Array | int, jax.Array | int]:
+    """First key tile that the n-th query tile may see, and the one after the last."""
+    if not ordered:
+        return 0, tiles
+    first = 0 if window is None else jnp.maximum(n * size + 1 - jnp.minimum(window, tiles * size), 0) // size
+    return first, n + 1
+
+
+def _queries_of(
+    j: jax.Array, tiles: int, size: int, window: Window, ordered: bool
+) -> tuple[jax.Array | int, jax.Array | int]:
+    """First query tile that may see the j-th key tile, and the one after the last."""
+    if not ordered:
+        return 0, tiles
+    if window is None:
+        return j, tiles
+    farthest = (j + 1) * size - 2 + jnp.minimum(window, tiles * size)
+    return j, jnp.minimum(farthest // size + 1, tiles)
+
+
+def _tile(length: int) -> tuple[int, int]:
+    """Number and size of the tiles of a length: as even as can be, so that little is padded."""
+    tiles = -(-length // TILE)
+    return tiles, -(-length // tiles)
+
+
+def _cut(x_BL: jax.Array) -> jax.Array:
+    """[B, L, ...] -> [N, B, T, ...], zeros after the end."""
+    B, L = x_BL.shape[:2]
+    tiles, size = _tile(L)
+    padded = jnp.pad(x_BL, ((0, 0), (0, tiles * size - L), *((0, 0),) * (x_BL.ndim - 2)))
+    return jnp.moveaxis(padded.reshape(B, tiles, size, *x_BL.shape[2:]), 1, 0)
+
+
+def _tiled(places: Places) -> Places:
+    return Places(_cut(places.segments), _cut(places.positions))
+
+
+def _at(places: Places, index: jax.Array) -> Places:
+    return Places(places.segments[index], places.positions[index])
+
+
+def _by_head(x_BMKE: jax.Array) -> jax.Array:
+    """[B, M, K, E] -> [J, B, K, S, E]."""
+    return _cut(x_BMKE).swapaxes(2, 3)
+
+
+def _by_group(x_BLHE: jax.Array, K: int) -> jax.Array:
+    """[B, L, H, E] -> [N, B, K, G, T, E]."""
+    B, L, H, E = x_BLHE.shape
+    return jnp.moveaxis(_cut(x_BLHE.reshape(B, L, K, H // K, E)), 2, 4)
+
+
+def _by_row(x_NBKGTE: jax.Array, L: int) -> jax.Array:
+    """The inverse of `_by_group`, without what was padded."""
+    N, B, K, G, T, E = x_NBKGTE.shape
+    return jnp.moveaxis(x_NBKGTE, (0, 4), (1, 2)).reshape(B, N * T, K * G, E)[:, :L]
+
+
+def _dot(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
