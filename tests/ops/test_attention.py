@@ -45,7 +45,7 @@ def inputs(seed, B, L, K, G, E):
 def test_definition(B, L, K, G, E, window, softcap, seed):
     q, k, v = inputs(seed, B, L, K, G, E)
     segments = np.sort(np.random.default_rng(seed).integers(0, 4, (B, L)))[:, ::-1].copy()
-    out = attend(q, k, v, jnp.asarray(segments), window, softcap)
+    out = attend(q, k, v, jnp.asarray(segments), window=window, softcap=softcap)
     np.testing.assert_allclose(out, slow(q, k, v, segments, window, softcap), rtol=2e-5, atol=2e-6)
 
 
