@@ -9,11 +9,29 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ConfigError, ModelConfig
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.layers import Flow, Linear, Norm, residual_std
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import attention, rope
+
+
+def check_latent(config: ModelConfig) -> None:
+    """Raise ConfigError where latent attention is asked for with something that it has not."""
+    if not config.mla.kv_rank:
+        return
+    refused = {
+        f"n_kv_heads {config.kv_heads}": config.kv_heads != config.n_heads,
+        **{name: getattr(config, name) for name in ("qkv_bias", "out_bias", "qk_norm", "attention_sinks")},
+    }
+    for what, present in refused.items():
+        if present:
+            raise ConfigError(
+                f"model.mla.kv_rank {config.mla.kv_rank} with model.{what}: latent attention has one key and value for "
+                "each query head, no biases, no norm per head and no sinks; leave it out or set model.mla.kv_rank: 0"
+            )
+    if config.mla.rope_dim % 2:
+        raise ConfigError(f"model.mla.rope_dim {config.mla.rope_dim} is odd: rotary positions rotate pairs")
 
 
 class LatentAttention(nnx.Module):

@@ -15,6 +15,7 @@ from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.block import Stats
 from jaxtrain.nn.decoder import Decoder, Totals, check_segments
+from jaxtrain.nn.mla import check_latent
 from jaxtrain.nn.mtp import further_labels
 from jaxtrain.numerics.remat import check_remat
 from jaxtrain.ops.loss import cross_entropy, soft_cap
@@ -100,7 +101,11 @@ class Model:
 
 
 def build(config: ModelConfig) -> Model:
-    """Describe the decoder of a config; no array is made, whatever the size."""
+    """Describe the decoder of a config; no array is made, whatever the size.
+
+    Raises ConfigError where the order of its layers or its latent attention cannot be.
+    """
+    check_latent(config)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     params = nnx.to_pure_dict(jax.tree.map(_describe, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
     return Model(config, graph, params)
