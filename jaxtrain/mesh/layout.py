@@ -20,6 +20,7 @@ from jaxtrain.mesh.rules import (
     ACTIVATION_ONLY,
     EXTRAS,
     NAMES,
+    WHOLE,
     Finding,
     Resolved,
     Rules,
@@ -197,7 +198,7 @@ def _replicated(flat: Mapping[str, Param], resolved: Mapping[str, Resolved], rul
         null = any(not r.asked and r.origin == f"rules.{r.name}" for r in reasons)
         if size <= rules.replicated_limit or null or any(reason.axes or reason.note for reason in reasons):
             continue
-        names = ", ".join(f"rules.{n}" for n in dict.fromkeys(param.names) if n != "layers")
+        names = ", ".join(f"rules.{n}" for n in dict.fromkeys(param.names) if n not in ("layers", WHOLE))
         axes = ", ".join(axis for axis in AXES if axis in asked)
         findings.append(Finding(
             "replicated", name,

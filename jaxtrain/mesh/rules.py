@@ -46,6 +46,8 @@ PRESETS: dict[str, Table] = {
 _OPTIONS = {"preset", "replicated_limit", "allow"}
 EXTRAS = ("optimizer", "gradients")
 NAMES: tuple[str, ...] = tuple(name for name in RulesConfig.model_fields if name not in {*_OPTIONS, *EXTRAS})
+WHOLE = "whole"
+"""The name of a dim that no rule can shard."""
 ACTIVATION_ONLY = {"batch", "length", "residual_length", "hidden"}
 # The activations that a decoder constrains: their names must not claim one axis twice either.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
@@ -54,6 +56,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "queries": ("batch", "length", "heads", "head_dim"),
     "keys": ("batch", "length", "kv_heads", "head_dim"),
     "feed-forward": ("batch", "length", "mlp"),
+    "router": ("batch", "length", WHOLE),
     "logits": ("batch", "length", "vocab"),
 }
 # Findings that can be accepted; an unknown name and an impossible activation cannot.
@@ -123,7 +126,7 @@ class Rules:
 
     def entry(self, name: str) -> Entry:
         """Axes, origin and overruled entries of a logical name; raises ConfigError for an unknown name."""
-        if name not in NAMES and name not in EXTRAS:
+        if name not in NAMES and name not in EXTRAS and name != WHOLE:
             raise ConfigError(f"unknown logical name {name!r}{nearest(name, NAMES)}; names: {', '.join(NAMES)}")
         return self.entries.get(name, Entry((), NO_RULE))
 
@@ -171,8 +174,8 @@ def resolve_rules(config: RulesConfig) -> Rules:
 def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = "parameter") -> Resolved:
     """Spec of one parameter; axes of size 1 are left out.
 
-    kv_heads that the axes do not divide are replicated and noted; any other misfit is a finding and the dimension is
-    left whole.
+    kv_heads that the axes do not divide are replicated and noted, and so is mlp inside experts spread over its axes;
+    any other misfit is a finding and the dimension is left whole.
     """
     reasons: list[Reason] = []
     findings: list[Finding] = []
@@ -180,7 +183,7 @@ def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = 
     effective = [[a for a in rules.axes(n) if sizes[a] > 1] if n in NAMES else [] for n in param.names]
     asked = "(" + ", ".join("+".join(axes) or "-" for axes in effective) + ")"
     for dim, (size, logical) in enumerate(zip(param.shape, param.names, strict=True)):
-        if logical not in NAMES:
+        if logical not in NAMES and logical != WHOLE:
             text = f"{name} {param.shape}: dimension {dim} has the unknown logical name {logical!r}"
             mend = f"{nearest(logical, NAMES)}; names: {', '.join(NAMES)}"
             findings.append(Finding("unknown", name, text + mend))
@@ -194,7 +197,10 @@ def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = 
             f"{show_axes(axes)}"
         )
         twice = [axis for axis in axes if axis in used]
-        if twice:
+        if twice and logical == "mlp" and all(used[axis] == "experts" for axis in twice):
+            note = f"whole over {show_axes(twice)}: experts are spread over it"
+            axes = tuple(axis for axis in axes if axis not in used)
+        elif twice:
             others = ", ".join(f"{used[axis]} already uses {axis}" for axis in twice)
             mend = f"set rules.{logical} or rules.{used[twice[0]]} to null or to another axis"
             findings.append(Finding("twice", name, f"{where} by {entry.origin}: {others} in the same spec; {mend}"))

@@ -5,6 +5,8 @@ B batch, L length, D model, E head width.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -13,93 +15,198 @@ import numpy as np
 from flax import nnx
 from numpy.typing import NDArray
 
-from jaxtrain.config import ModelConfig, RematConfig
+from jaxtrain.config import ConfigError, ModelConfig, RematConfig
 from jaxtrain.mesh.rules import constrain
-from jaxtrain.nn.layers import MLP, Attention, Embedding, Flow, Linear, Norm
+from jaxtrain.nn.block import Block, Stats, normalise
+from jaxtrain.nn.layers import Embedding, Flow, Linear, Norm
+from jaxtrain.nn.mtp import Further, further_fields
 from jaxtrain.nn.stack import run_layers
-from jaxtrain.numerics.remat import tag
+from jaxtrain.numerics.remat import checkpointed
 from jaxtrain.ops import rope
 
-Stats = dict[str, jax.Array]
-"""What layers report beside the residual stream, sums over tokens, stacked over layers; empty for dense layers.
+Totals = Mapping[str, Any]
+"""What is known of a global batch before its first microbatch, the divisors of every mean.
 
-`objective`, where present, is added to the loss: it is already weighted and divided by the global batch's totals.
+Leaves of `mixtures` belong to a layer each: their first dim is that of `Stats`, see `mixture_layers`.
 """
 
 UNLIMITED = np.iinfo(np.int32).max
 """Window of a layer that sees everything before it."""
 
 
-class Block(nnx.Module):
-    """Pre-norm half-blocks: x + attention(norm(x)), then x + mlp(norm(x))."""
+@dataclass(frozen=True)
+class Run:
+    """Layers that are scanned together: for each layer of one period its stack and its rows there, and the periods."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        D, eps = config.d_model, config.norm_eps
-        self.attention_norm = Norm(config.norm, D, ("norm",), eps)
-        self.attention = Attention(config, rngs)
-        self.mlp_norm = Norm(config.norm, D, ("norm",), eps)
-        self.mlp = MLP(config, rngs)
+    pattern: tuple[tuple[str, slice], ...]
+    periods: int
 
-    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None) -> tuple[jax.Array, Stats]:
-        """[B, L, D] -> [B, L, D], and what the layer reports."""
-        h_BLD = tag(_normalise(self.attention_norm, x_BLD), "attention_input")
-        x_BLD = tag(_add(x_BLD, self.attention(h_BLD, flow, window)), "attention_residual")
-        h_BLD = tag(_normalise(self.mlp_norm, x_BLD), "mlp_input")
-        return _add(x_BLD, self.mlp(h_BLD)), {}
+    @property
+    def layers(self) -> int:
+        """Layers of the run."""
+        return len(self.pattern) * self.periods
+
+
+def layer_runs(config: ModelConfig) -> tuple[Run, ...]:
+    """The order of the layers: a dense model is one run of "layers"; else those are the mixtures, among dense_layers.
+
+    Raises ConfigError where moe.first_dense and moe.every do not end in a mixture.
+    """
+    moe, n = config.moe, config.n_layers
+    if not moe.experts:
+        return (Run((("layers", slice(None)),), n),)
+    mixed, dense = n - moe.first_dense, moe.every - 1
+    if mixed < 1 or mixed % moe.every:
+        raise ConfigError(
+            f"model.moe.first_dense {moe.first_dense} and model.moe.every {moe.every} leave the last of model.n_layers "
+            f"{n} layers dense: choose n_layers as first_dense plus a multiple of every"
+        )
+    head = (Run((("dense_layers", slice(moe.first_dense)),), moe.first_dense),) if moe.first_dense else ()
+    among = tuple(("dense_layers", slice(moe.first_dense + i, None, dense)) for i in range(dense))
+    return *head, Run((*among, ("layers", slice(None))), mixed // moe.every)
+
+
+def layers_of(config: ModelConfig, stack: str) -> int:
+    """Number of layers of a stack."""
+    return sum(run.periods for run in layer_runs(config) for name, _ in run.pattern if name == stack)
+
+
+def mixture_layers(config: ModelConfig) -> dict[tuple[str, ...], int]:
+    """Path of each stack of mixtures in the parameters -> its layers, in the order in which `Stats` come."""
+    if not config.moe.experts:
+        return {}
+    mixtures: dict[tuple[str, ...], int] = {("layers", "mlp"): layers_of(config, "layers")}
+    return mixtures | ({("mtp", "block", "mlp"): config.mtp} if config.mtp else {})
+
+
+def check_segments(remat: RematConfig, config: ModelConfig) -> None:
+    """Raise ConfigError where remat.every does not cut every run of layers into whole segments."""
+    for run in layer_runs(config):
+        if remat.every > 1 and (remat.every % len(run.pattern) or run.layers % remat.every):
+            raise ConfigError(
+                f"remat.every {remat.every} does not cut a run of {run.layers} layers in periods of {len(run.pattern)} "
+                "into whole segments (model.moe.first_dense and model.moe.every make such runs): use remat.every 1"
+            )
 
 
 class Decoder(nnx.Module):
-    """Embedding, stacked blocks, final norm and (unless tied) a head."""
+    """Embedding, stacked blocks, final norm, (unless tied) a head, and blocks that predict further tokens."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        D, V = config.d_model, config.vocab_size
+        D, V, mixture = config.d_model, config.vocab_size, config.moe.experts > 0
         self.config = config
         self.embed = Embedding(config, rngs)
-        self.layers = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(
-            jax.random.split(rngs.params(), config.n_layers)
-        )
+        self.layers = _stack(Block, config, rngs, layers_of(config, "layers"), mixture)
+        dense = layers_of(config, "dense_layers")
+        self.dense_layers = _stack(Block, config, rngs, dense, False) if dense else None
         self.norm = Norm(config.norm, D, ("norm",), config.norm_eps)
         head = None if config.tied_head else Linear(
             rngs, "BLD,DV->BLV", (D, V), ("embed", "vocab"), config.init_std, None
         )  # fmt: skip
         self.head = head
+        self.mtp: Any = _stack(Further, config, rngs, config.mtp, mixture) if config.mtp else None
 
     def __call__(
-        self, tokens_BL: jax.Array, positions_BL: jax.Array, segments_BL: jax.Array, remat: RematConfig
+        self,
+        tokens_BL: jax.Array,
+        positions_BL: jax.Array,
+        segments_BL: jax.Array,
+        totals: Totals,
+        remat: RematConfig,
     ) -> tuple[jax.Array, Stats]:
         """Token, position and segment ids [B, L] -> the residual stream after the final norm [B, L, D], and stats."""
         config = self.config
-        graph, stacked = nnx.split(self.layers)
-        rotation = rope.tables(positions_BL, rope_frequencies(config)) if config.positions == "rope" else None
-        flow = Flow(segments_BL, positions_BL, rotation)
+        flow = self._flow(positions_BL, segments_BL, totals)
+        stacks = {
+            name: nnx.split(stack) for name in ("layers", "dense_layers") if (stack := getattr(self, name)) is not None
+        }
         # The pattern repeats over layers; windows that differ are scanned data, so that one body serves all layers.
-        pattern = np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
-        windows = None if len(set(config.windows)) == 1 else jnp.asarray(pattern)
+        windows = np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
+        differ = len(set(config.windows)) > 1
+        own = {"layers": jax.tree.map(lambda a: a[: layers_of(config, "layers")], totals.get("mixtures", {}))}
 
-        def block(params: Any, x_BLD: jax.Array, window: jax.Array | None) -> tuple[jax.Array, Stats]:
-            return nnx.merge(graph, params)(x_BLD, flow, config.windows[0] if window is None else window)
+        def block(stack: str) -> Any:
+            graph = stacks[stack][0]
 
+            def run(params: Any, x_BLD: jax.Array, data: Any) -> tuple[jax.Array, Stats]:
+                window, known = data
+                return nnx.merge(graph, params)(x_BLD, flow, window if differ else config.windows[0], known)
+
+            return run
+
+        x_BLD, at = self._embed(tokens_BL, positions_BL), 0
+        stats: Stats = {}
+        for run in layer_runs(config):
+            windows_NP = windows[at : (at := at + run.layers)].reshape(run.periods, -1)
+            blocks = [block(stack) for stack, _ in run.pattern]
+            params = [
+                jax.tree.map(lambda a, rows=rows: a[rows], nnx.to_pure_dict(stacks[stack][1]))
+                for stack, rows in run.pattern
+            ]
+            data = [
+                (jnp.asarray(w_N) if differ else None, own.get(stack, {}))
+                for w_N, (stack, _) in zip(windows_NP.T, run.pattern, strict=True)
+            ]
+            x_BLD, reports = run_layers(blocks, params, x_BLD, data, remat)
+            for report in reports:
+                stats |= report
+        return normalise(self.norm, x_BLD), stats
+
+    def further(
+        self,
+        x_BLD: jax.Array,
+        tokens_BL: jax.Array,
+        positions_BL: jax.Array,
+        segments_BL: jax.Array,
+        totals: Totals,
+        remat: RematConfig,
+    ) -> tuple[list[jax.Array], Stats]:
+        """The stream [B, L, D] from which each depth of multi-token prediction reads one further token, and stats.
+
+        `x_BLD` is what `__call__` gave for these ids.
+        """
+        config = self.config
+        graph, stacked = nnx.split(self.mtp)
+        own = jax.tree.map(lambda a: a[layers_of(config, "layers") :], totals.get("mixtures", {}))
+        window = config.windows[(config.n_layers - 1) % len(config.windows)]
+        streams, reports = [], []
+        for depth in range(config.mtp):
+            params, known = jax.tree.map(lambda a, depth=depth: a[depth], (nnx.to_pure_dict(stacked), own))
+            ids_BL, spans_BL = further_fields(depth + 1, segments_BL, (tokens_BL, 0), (segments_BL, 0))
+            flow = self._flow(positions_BL, spans_BL, totals)
+
+            def predict(
+                params: Any, x_BLD: jax.Array, next_BLD: jax.Array, flow: Flow = flow, known: Any = known
+            ) -> Any:
+                return nnx.merge(graph, params)(x_BLD, next_BLD, flow, window, known)
+
+            # Outside of any loop: only a barrier keeps the compiler from sharing what is to be recomputed.
+            predict = checkpointed(predict, remat, looped=False)
+            x_BLD, report = predict(params, x_BLD, self._embed(ids_BL, positions_BL))
+            streams.append(x_BLD)
+            reports.append(report)
+        return streams, jax.tree.map(lambda *each: jnp.stack(each), *reports)
+
+    def _flow(self, positions_BL: jax.Array, segments_BL: jax.Array, totals: Totals) -> Flow:
+        config = self.config
+        rotation = rope.tables(positions_BL, rope_frequencies(config)) if config.positions == "rope" else None
+        return Flow(segments_BL, positions_BL, rotation, totals)
+
+    def _embed(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
         # Two steps: a table split over vocabulary sums whole rows, which are then scattered over the residual's shards.
         x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "length", "hidden")
-        x_BLD = constrain(x_BLD, "batch", "residual_length", "hidden")
-        x_BLD, stats = run_layers(block, nnx.to_pure_dict(stacked), x_BLD, windows, remat)
-        return _normalise(self.norm, x_BLD), stats
+        return constrain(x_BLD, "batch", "residual_length", "hidden")
 
 
 def rope_frequencies(config: ModelConfig) -> NDArray[np.float32]:
-    """Frequencies [E/2] as model.rope says."""
+    """Frequencies [E/2] as model.rope says; E is the rotary width of a head."""
     r = config.rope
-    plain = rope.frequencies(config.width_of_head, r.theta)
+    plain = rope.frequencies(config.mla.rope_dim if config.mla.kv_rank else config.width_of_head, r.theta)
     if r.scaling == "none":
         return plain
     return rope.llama3_frequencies(plain, r.factor, r.low_freq_factor, r.high_freq_factor, r.original_length)
 
 
-def _normalise(norm: Norm, x_BLD: jax.Array) -> jax.Array:
-    """A norm computed where the residual stream lies, then moved: else it is computed on the gathered sequence."""
-    return constrain(constrain(norm(x_BLD), "batch", "residual_length", "hidden"), "batch", "length", "hidden")
-
-
-def _add(x_BLD: jax.Array, branch_BLD: jax.Array) -> jax.Array:
-    """Back to the residual stream; the branch itself is constrained, so that its partial sums are scattered there."""
-    return x_BLD + constrain(branch_BLD, "batch", "residual_length", "hidden")
+def _stack(module: type[Block] | type[Further], config: ModelConfig, rngs: nnx.Rngs, n: int, mixture: bool) -> Any:
+    """`n` modules, each of random numbers of its own, as one whose parameters have them as first dim."""
+    return nnx.vmap(lambda key: module(config, nnx.Rngs(key), mixture))(jax.random.split(rngs.params(), n))

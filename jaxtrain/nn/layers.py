@@ -6,8 +6,8 @@ B batch, L length, D model, H heads, K kv heads, E head width, F feed-forward, V
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,24 @@ from jaxtrain.ops import attention, linear, norm, rope
 Names = tuple[str, ...]
 
 NONLINEARITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "swiglu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-"""model.activation -> elementwise function (of the gate where there is one)."""
+"""model.activation -> function of the up projection, for layers without a gate."""
+
+
+def clipped_swiglu(gate: jax.Array, up: jax.Array, limit: float = 7.0, alpha: float = 1.702) -> jax.Array:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate at most `limit` and up within +-limit (gpt-oss); any shape."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * (gate * jax.nn.sigmoid(alpha * gate))
+
+
+GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
+    "swiglu_oss": clipped_swiglu,
+}
+"""model.activation -> function of the gate and the up projection, for layers with a gate."""
 
 
 def gaussian(rngs: nnx.Rngs, shape: tuple[int, ...], names: Names, std: float) -> nnx.Param:
@@ -48,6 +60,8 @@ class Flow(NamedTuple):
     """Place of each token in its document."""
     rotation: tuple[jax.Array, jax.Array] | None
     """Cosines and sines [B, L, E/2] of rotary positions."""
+    totals: Mapping[str, Any] = {}
+    """What is known of the global batch, the divisors of every mean; empty where no loss follows."""
 
 
 class Linear(nnx.Module):
@@ -87,7 +101,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         D, H, K, E, std = config.d_model, config.n_heads, config.kv_heads, config.width_of_head, config.init_std
         bias = (("heads", "head_dim"), ("kv_heads", "head_dim")) if config.qkv_bias else (None, None)
-        self.softcap = config.attention_softcap
+        self.softcap, self.scale = config.attention_softcap, config.attention_scale
         self.query = Linear(rngs, "BLD,DHE->BLHE", (D, H, E), ("embed", "heads", "head_dim"), std, bias[0])
         self.key = Linear(rngs, "BLD,DKE->BLKE", (D, K, E), ("embed", "kv_heads", "head_dim"), std, bias[1])
         self.value = Linear(rngs, "BLD,DKE->BLKE", (D, K, E), ("embed", "kv_heads", "head_dim"), std, bias[1])
@@ -97,13 +111,17 @@ class Attention(nnx.Module):
             rngs, "BLHE,HED->BLD", (H, E, D), ("heads", "head_dim", "embed"), residual_std(config),
             ("norm",) if config.out_bias else None,
         )  # fmt: skip
+        self.sinks = constant(0.0, (H,), ("heads",)) if config.attention_sinks else None
 
     def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None) -> jax.Array:
         """[B, L, D] -> [B, L, D]; `window` counts visible tokens."""
         q_BLHE = self._place(self.query(x_BLD), self.query_norm, flow.rotation, "heads")
         k_BLKE = self._place(self.key(x_BLD), self.key_norm, flow.rotation, "kv_heads")
         v_BLKE = self._place(self.value(x_BLD), None, None, "kv_heads")
-        out_BLHE = attention.attend(q_BLHE, k_BLKE, v_BLKE, flow.segments_BL, flow.positions_BL, window, self.softcap)
+        sinks_H = None if self.sinks is None else self.sinks[...]
+        out_BLHE = attention.attend(
+            q_BLHE, k_BLKE, v_BLKE, flow.segments_BL, flow.positions_BL, window, self.softcap, self.scale, sinks_H
+        )
         return self.out(tag(constrain(out_BLHE, "batch", "length", "heads", "head_dim"), "attention_out"))
 
     @staticmethod
@@ -119,25 +137,26 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Feed-forward layer: up, nonlinearity (of a gate, for swiglu), down."""
+    """Feed-forward layer: up (and gate), nonlinearity, down."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         D, F, std = config.d_model, config.d_ff, config.init_std
         wide, narrow = (("mlp",), ("norm",)) if config.mlp_bias else (None, None)
-        gated = config.activation == "swiglu"
         self.activation = config.activation
-        self.gate = Linear(rngs, "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide) if gated else None
+        self.gate = (
+            Linear(rngs, "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide) if config.activation in GATED else None
+        )
         self.up = Linear(rngs, "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide)
         self.down = Linear(rngs, "BLF,FD->BLD", (F, D), ("mlp", "embed"), residual_std(config), narrow)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """[B, L, D] -> [B, L, D]."""
-        act = NONLINEARITIES[self.activation]
         up_BLF = tag(constrain(self.up(x_BLD), "batch", "length", "mlp"), "mlp_up")
         if self.gate is None:
-            hidden_BLF = act(up_BLF)
+            hidden_BLF = NONLINEARITIES[self.activation](up_BLF)
         else:
-            hidden_BLF = act(tag(constrain(self.gate(x_BLD), "batch", "length", "mlp"), "mlp_gate")) * up_BLF
+            gate_BLF = tag(constrain(self.gate(x_BLD), "batch", "length", "mlp"), "mlp_gate")
+            hidden_BLF = GATED[self.activation](gate_BLF, up_BLF)
         return self.down(tag(hidden_BLF, "mlp_hidden"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,18 @@ from flax import nnx
 from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import constrain
-from jaxtrain.nn.decoder import Decoder, Stats
+from jaxtrain.nn.block import Stats
+from jaxtrain.nn.decoder import Decoder, Totals, check_segments
+from jaxtrain.nn.mla import check_latent
+from jaxtrain.nn.mtp import further_labels
 from jaxtrain.numerics.remat import check_remat
-from jaxtrain.ops.loss import soft_cap
+from jaxtrain.ops.loss import cross_entropy, soft_cap
 
 Tree = dict[str, Any]
 """A nested dict with arrays (or Params) as leaves."""
 
 KEEP_ALL = RematConfig()
+NOTHING: Totals = {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +47,42 @@ class Model:
         positions_BL: jax.Array,
         segments_BL: jax.Array,
         remat: RematConfig = KEEP_ALL,
+        totals: Totals = NOTHING,
     ) -> tuple[jax.Array, Stats]:
         """Token, position (in its document) and segment ids (0 is padding) -> [B, L, D] after the final norm, stats.
 
-        Raises ConfigError where remat.names does not fit this model.
+        `totals`: what is known of the global batch; without any, layers report no loss of their own. Raises ConfigError
+        where remat does not fit this model.
         """
         check_remat(remat, self.config)
-        return nnx.merge(self.graph, params)(tokens_BL, positions_BL, segments_BL, remat)
+        check_segments(remat, self.config)
+        return nnx.merge(self.graph, params)(tokens_BL, positions_BL, segments_BL, totals, remat)
+
+    def further_loss(
+        self,
+        params: Tree,
+        x_BLD: jax.Array,
+        rows: Mapping[str, jax.Array],
+        remat: RematConfig,
+        totals: Totals,
+        batch_shards: int = 1,
+    ) -> tuple[jax.Array, dict[str, jax.Array], Stats]:
+        """A microbatch's share of the weighted loss of model.mtp's further tokens, its sums, and stats of its layers.
+
+        `x_BLD` is what `hidden` gave for the fields [B, L] of `rows`; totals["mtp_scored"] are the labels of each depth
+        in the global batch [K]. The sums of each depth: mtp_loss and mtp_scored [K]; stats are stacked over depths.
+        """
+        config, head_DV = self.config, self.head(params)
+        fields = (rows["tokens"], rows["positions"], rows["segments"])
+        streams, stats = nnx.merge(self.graph, params).further(x_BLD, *fields, totals, remat)
+        labels_KBL = further_labels(rows["labels"], rows["segments"], config.mtp)
+        parts = [
+            cross_entropy(x_BLD, head_DV, labels_BL, config.logit_softcap, batch_shards)
+            for x_BLD, labels_BL in zip(streams, labels_KBL, strict=True)
+        ]
+        loss_K, scored_K = (jnp.stack(sums) for sums in zip(*parts, strict=True))
+        share = jnp.sum(loss_K * (config.mtp_weight / config.mtp / totals["mtp_scored"]))
+        return share, {"mtp_loss": loss_K, "mtp_scored": scored_K}, stats
 
     def head(self, params: Tree) -> jax.Array:
         """The output projection [D, V]; the transposed embedding when tied."""
@@ -67,7 +101,11 @@ class Model:
 
 
 def build(config: ModelConfig) -> Model:
-    """Describe the decoder of a config; no array is made, whatever the size."""
+    """Describe the decoder of a config; no array is made, whatever the size.
+
+    Raises ConfigError where the order of its layers or its latent attention cannot be.
+    """
+    check_latent(config)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     params = nnx.to_pure_dict(jax.tree.map(_describe, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
     return Model(config, graph, params)

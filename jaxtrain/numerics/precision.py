@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 from jaxtrain.config import PrecisionConfig
 
+KEPT = {"router"}
+"""Parts of a tree that compute in float32 always: a rounded router sends tokens elsewhere."""
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -36,7 +39,10 @@ class Precision:
         return self.compute != jnp.float32
 
     def cast(self, tree: Any) -> Any:
-        """The tree with every floating leaf in the compute dtype; integers and keys stay."""
-        return jax.tree.map(
-            lambda leaf: leaf.astype(self.compute) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree
-        )
+        """The tree with every floating leaf in the compute dtype; integers, keys and what KEPT names stay."""
+
+        def one(path: Any, leaf: Any) -> Any:
+            kept = any(getattr(key, "key", None) in KEPT for key in path)
+            return leaf if kept or not jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.astype(self.compute)
+
+        return jax.tree_util.tree_map_with_path(one, tree)

@@ -12,13 +12,16 @@ from jaxtrain.config import ConfigError, ModelConfig, RematConfig, nearest
 
 NAMES: dict[str, str] = {
     "attention_input": "normalised input of attention",
+    "latent": "compressed queries, keys and values (latent attention only)",
     "qkv": "queries, keys and values, after positions",
     "attention_out": "heads' outputs, before the output projection",
     "attention_residual": "residual stream between attention and feed-forward",
     "mlp_input": "normalised input of the feed-forward layer",
-    "mlp_gate": "gate projection (swiglu only)",
+    "mlp_gate": "gate projection (swiglu and swiglu_oss only)",
     "mlp_up": "up projection, before the nonlinearity",
     "mlp_hidden": "input of the down projection",
+    "router_logits": "float32 logits of a mixture's experts",
+    "experts_out": "weighted sum of a token's routed experts",
 }
 """Every value a block names -> what it is."""
 
@@ -31,7 +34,14 @@ def tag(x: jax.Array, name: str) -> jax.Array:
 
 def names_of(model: ModelConfig) -> tuple[str, ...]:
     """The names that this model's blocks produce."""
-    return tuple(name for name in NAMES if name != "mlp_gate" or model.activation == "swiglu")
+    absent = set() if model.activation.startswith("swiglu") else {"mlp_gate"}
+    if not model.mla.kv_rank:
+        absent.add("latent")
+    if not model.moe.experts:
+        absent |= {"router_logits", "experts_out"}
+    elif not (model.moe.shared or model.moe.first_dense or model.moe.every > 1):
+        absent |= {"mlp_gate", "mlp_up", "mlp_hidden"}
+    return tuple(name for name in NAMES if name not in absent)
 
 
 def check_remat(remat: RematConfig, model: ModelConfig) -> None:
@@ -47,13 +57,18 @@ def check_remat(remat: RematConfig, model: ModelConfig) -> None:
             raise ConfigError(f"remat.names has {name!r}, which no block names{nearest(name, NAMES)}")
         if name not in names_of(model):
             raise ConfigError(
-                f"remat.names has {name!r} ({NAMES[name]}), which a model with model.activation {model.activation} "
-                f"does not produce: choose from {', '.join(names_of(model))}"
+                f"remat.names has {name!r} ({NAMES[name]}), which this model does not produce "
+                f"(model.activation {model.activation}, model.mla.kv_rank {model.mla.kv_rank}): "
+                f"choose from {', '.join(names_of(model))}"
             )
 
 
-def checkpointed(fn: Callable[..., Any], remat: RematConfig) -> Callable[..., Any]:
-    """`fn` (the body of a scan) under the policy: the same values and gradients, other memory and recompute."""
+def checkpointed(fn: Callable[..., Any], remat: RematConfig, looped: bool = True) -> Callable[..., Any]:
+    """`fn` under the policy: the same values and gradients, other memory and recompute.
+
+    `looped` says that it runs in a loop of several iterations, which by itself keeps the compiler from sharing what is
+    to be recomputed.
+    """
     policies = jax.checkpoint_policies
     match remat.policy:
         case "none":
@@ -64,5 +79,5 @@ def checkpointed(fn: Callable[..., Any], remat: RematConfig) -> Callable[..., An
             policy = policies.dots_with_no_batch_dims_saveable
         case "names":
             policy = policies.save_only_these_names(*remat.names)
-    # prevent_cse is for code outside a loop; inside a scan it only blocks fusion.
-    return jax.checkpoint(fn, policy=policy, prevent_cse=False)
+    # Inside a loop prevent_cse would only block fusion.
+    return jax.checkpoint(fn, policy=policy, prevent_cse=not looped)

@@ -2,14 +2,15 @@
 
 The formula, for one position of a row of `length` positions (config alone, nothing is measured):
 
-    forward  = 2 * matmul weights + 4 * n_heads * head_dim * (keys, summed over layers)
+    forward  = 2 * matmul weights + 2 * n_heads * (key width + value width) * (keys, summed over layers)
     training = 3 * forward
 
 A multiply and an add are two FLOPs; the backward pass costs twice the forward. Matmul weights are the projections, the
-feed-forward layer and the output head; the embedding lookup, norms, softmax and whatever remat computes again are not
-model FLOPs (PaLM, arXiv:2204.02311, appendix B). "full" counts `length` keys a position, as if nothing were masked;
-"causal" counts the keys a position can see on average: (length + 1) / 2, fewer in a sliding window. Document borders in
-packed rows are not subtracted.
+feed-forward layer and the output head; of a mixture the router, the shared experts and those top_k that a token visits.
+Blocks that predict further tokens count with a head each. The embedding lookup, norms, softmax and whatever remat
+computes again are not model FLOPs (PaLM, arXiv:2204.02311, appendix B). "full" counts `length` keys a position, as if
+nothing were masked; "causal" counts the keys a position can see on average: (length + 1) / 2, fewer in a sliding
+window. Document borders in packed rows are not subtracted.
 """
 
 from __future__ import annotations
@@ -96,10 +97,11 @@ def peak_flops(device_kind: str, compute: Compute, matmul_precision: str | None 
 def training_flops(model: ModelConfig, length: int) -> Flops:
     """Training FLOPs of one position in rows of `length` positions, by the formula at the head of this file."""
     matmuls = 2 * matmul_weights(model)
-    score = 4 * model.n_heads * model.width_of_head
-    windows = [model.windows[layer % len(model.windows)] for layer in range(model.n_layers)]
-    visible = sum(visible_keys(length, window) for window in windows)
-    return Flops(3 * (matmuls + score * visible), 3 * (matmuls + score * length * model.n_layers))
+    score = 2 * model.n_heads * sum(_head_widths(model))
+    # Blocks of further tokens repeat the last layer.
+    layers = [*range(model.n_layers), *[model.n_layers - 1] * model.mtp]
+    visible = sum(visible_keys(length, model.windows[layer % len(model.windows)]) for layer in layers)
+    return Flops(3 * (matmuls + score * visible), 3 * (matmuls + score * length * len(layers)))
 
 
 def visible_keys(length: int, window: int | None) -> float:
@@ -109,25 +111,86 @@ def visible_keys(length: int, window: int | None) -> float:
 
 
 def matmul_weights(model: ModelConfig) -> int:
-    """Weights that multiply each position: projections, feed-forward layers and the head (tied or not)."""
-    return model.n_layers * (_attention(model) + _feed_forward(model)) + model.d_model * model.vocab_size
+    """Weights that multiply each position: projections, feed-forward layers, active experts, the head (tied or not)."""
+    mixtures = _mixtures(model)
+    layers = (model.n_layers + model.mtp) * _attention(model) + (model.n_layers - mixtures) * _dense(model)
+    further = model.mtp * (2 * model.d_model**2 + (_active(model) if model.moe.experts else _dense(model)))
+    return layers + mixtures * _active(model) + further + (1 + model.mtp) * model.d_model * model.vocab_size
 
 
-def count_parameters(model: ModelConfig) -> int:
-    """Parameters in closed form; a tied head counts once."""
-    d, f = model.d_model, model.d_ff
-    query, key = model.n_heads * model.width_of_head, model.kv_heads * model.width_of_head
-    norm = d * (2 if model.norm == "layernorm" else 1)
-    layer = _attention(model) + _feed_forward(model) + 2 * norm
-    layer += (query + 2 * key) * model.qkv_bias + d * model.out_bias + 2 * model.width_of_head * model.qk_norm
-    layer += (d + f * (2 if model.activation == "swiglu" else 1)) * model.mlp_bias
+def count_parameters(model: ModelConfig, active: bool = False) -> int:
+    """Parameters in closed form; a tied head counts once. `active`: those that one token meets, of experts top_k.
+
+    Active parameters leave out the blocks that predict further tokens, which only training runs.
+    """
+    mixtures, depths = _mixtures(model), 0 if active else model.mtp
+    experts = model.moe.top_k if active else model.moe.experts
+    norm = model.d_model * (2 if model.norm == "layernorm" else 1)
+    attention = _attention(model) + _attention_vectors(model) + 2 * norm
+    mixture = _experts(model, experts) + _mixture_vectors(model, experts)
+    dense = _dense(model) + _biases(model, model.d_ff)
+    further = depths * (attention + (mixture if mixtures else dense) + 3 * norm + 2 * model.d_model**2)
     tables = model.vocab_size * (1 if model.tied_head else 2) + model.max_length * (model.positions == "learned")
-    return model.n_layers * layer + norm + tables * d
+    layers = model.n_layers * attention + mixtures * mixture + (model.n_layers - mixtures) * dense
+    return layers + further + norm + tables * model.d_model
+
+
+def _mixtures(model: ModelConfig) -> int:
+    return (model.n_layers - model.moe.first_dense) // model.moe.every if model.moe.experts else 0
+
+
+def _head_widths(model: ModelConfig) -> tuple[int, int]:
+    """Width of a head's key and of its value."""
+    width, mla = model.width_of_head, model.mla
+    return (width + mla.rope_dim, mla.v_dim or width) if mla.kv_rank else (width, width)
 
 
 def _attention(model: ModelConfig) -> int:
-    return 2 * model.d_model * model.width_of_head * (model.n_heads + model.kv_heads)
+    """Weights of the projections."""
+    d, heads, mla = model.d_model, model.n_heads, model.mla
+    key, value = _head_widths(model)
+    if not mla.kv_rank:
+        return 2 * d * key * (heads + model.kv_heads)
+    query = mla.q_rank * (d + heads * key) if mla.q_rank else d * heads * key
+    latent = d * (mla.kv_rank + mla.rope_dim) + mla.kv_rank * heads * (model.width_of_head + value)
+    return query + latent + heads * value * d
 
 
-def _feed_forward(model: ModelConfig) -> int:
-    return model.d_model * model.d_ff * (3 if model.activation == "swiglu" else 2)
+def _attention_vectors(model: ModelConfig) -> int:
+    """Biases, norms per head or of latent vectors, and sinks."""
+    query, key = model.n_heads * model.width_of_head, model.kv_heads * model.width_of_head
+    biases = (query + 2 * key) * model.qkv_bias + model.d_model * model.out_bias
+    norms = 2 * model.width_of_head * model.qk_norm
+    latent = model.mla.kv_rank + model.mla.q_rank if model.mla.kv_rank else 0
+    return biases + norms + latent + model.n_heads * model.attention_sinks
+
+
+def _maps(model: ModelConfig) -> int:
+    """Matrices of a feed-forward layer."""
+    return 3 if model.activation.startswith("swiglu") else 2
+
+
+def _dense(model: ModelConfig) -> int:
+    return model.d_model * model.d_ff * _maps(model)
+
+
+def _biases(model: ModelConfig, width: int) -> int:
+    return (model.d_model + width * (_maps(model) - 1)) * model.mlp_bias
+
+
+def _experts(model: ModelConfig, routed: int) -> int:
+    """Weights of a mixture of which `routed` experts are counted: router, routed and shared experts."""
+    moe, d = model.moe, model.d_model
+    return d * moe.experts + (routed + moe.shared) * d * (moe.d_ff or model.d_ff) * _maps(model)
+
+
+def _active(model: ModelConfig) -> int:
+    return _experts(model, model.moe.top_k)
+
+
+def _mixture_vectors(model: ModelConfig, routed: int) -> int:
+    """Biases of routed experts, of the shared one and of the router, and its correction."""
+    moe, width = model.moe, model.moe.d_ff or model.d_ff
+    shared = _biases(model, moe.shared * width) if moe.shared else 0
+    router = moe.experts * (model.mlp_bias + (moe.bias_rate is not None))
+    return routed * _biases(model, width) + shared + router

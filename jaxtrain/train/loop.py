@@ -247,7 +247,7 @@ class _Runner:
             return
         step, device_metrics, wait = self.pending
         self.pending = None
-        values = {name: value.item() for name, value in jax.device_get(device_metrics).items()}
+        values = {name: value.tolist() for name, value in jax.device_get(device_metrics).items()}
         now = time.perf_counter()
         elapsed, self.mark = now - self.mark, now
         applied = bool(values.pop("applied"))

@@ -12,11 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config import Axis, ConfigError, ModelConfig, RunConfig
 from jaxtrain.data import FIELDS, Phase, phases_of
 from jaxtrain.mesh.layout import Layout, flatten_paths, plan_layout
 from jaxtrain.mesh.rules import Rules, resolve_rules
 from jaxtrain.mesh.topology import Topology, build_topology
+from jaxtrain.nn.decoder import check_segments
 from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.numerics.remat import check_remat
@@ -28,7 +29,6 @@ from jaxtrain.train.step import Batch, Step
 
 UNTRAINABLE = {
     "pipe": "pipeline schedules",
-    "expert": "expert dispatch",
 }
 
 
@@ -88,6 +88,7 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     Raises ConfigError where they do not fit together, or where an axis is asked for that cannot be trained yet.
     """
     topology = build_topology(config.mesh, config.cluster, devices)
+    _check_further(config.model, topology)
     for axis, what in UNTRAINABLE.items():
         if topology.sizes[axis] > 1:  # type: ignore[index]
             raise ConfigError(
@@ -110,10 +111,24 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     )  # fmt: skip
     schedule_end(config.optimizer, config.train.updates)
     check_remat(config.remat, config.model)
+    check_segments(config.remat, config.model)
     check_options(config.xla)
     optimizer = build_optimizer(config.optimizer, model.params)
     step = Step(config, model, optimizer, layout, rules, mesh)
     return Setup(config, topology, mesh, model, rules, layout, plan, phases, tuple(plans), step)
+
+
+def _check_further(model: ModelConfig, topology: Topology) -> None:
+    reasons: dict[Axis, str] = {
+        "seq": "further tokens are found by their place in a row, which context parallelism changes",
+        "pipe": "blocks that predict further tokens have no place in the stages",
+    }
+    for axis, reason in reasons.items():
+        if model.mtp and topology.sizes[axis] > 1:
+            raise ConfigError(
+                f"model.mtp is {model.mtp} and mesh.{axis} is {topology.sizes[axis]}: {reason}; "
+                f"set model.mtp: 0 or mesh.{axis}: 1"
+            )
 
 
 def describe_sharding(setup: Setup) -> dict[str, Any]:

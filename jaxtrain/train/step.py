@@ -27,12 +27,14 @@ from jaxtrain.config import Axis, RunConfig
 from jaxtrain.mesh.layout import Layout
 from jaxtrain.mesh.rules import Rules, use_rules
 from jaxtrain.nn.model import Model
+from jaxtrain.nn.mtp import further_labels
 from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_add, counter_float
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.attention import use_attention
 from jaxtrain.ops.loss import IGNORE, cross_entropy
 from jaxtrain.optim import clip_scale, global_norm, learning_rate
+from jaxtrain.train.experts import balanced, expert_metrics, needs_loads
 from jaxtrain.train.state import State
 
 Batch = dict[str, jax.Array]
@@ -76,6 +78,7 @@ class Step:
             shards(jax.tree.map(lambda g: g * clip, gradients)), state["opt"], shards(params)
         )
         stepped = jax.tree.map(lambda p, d: p - rate * d, shards(params), direction)
+        stepped = balanced(stepped, config.model, sums["load"]) if config.model.moe.experts else stepped
         keep = partial(jax.tree.map, lambda new, old: jnp.where(apply, new, old))
         new_state = {
             "params": self._pin(keep(stepped, params), self.layout.masters),
@@ -93,24 +96,26 @@ class Step:
             "loss_scale": scaler["scale"],
             "applied": apply,
             "skipped_in_a_row": new_state["scaler"]["skipped"],
+            **expert_metrics(sums),
         }
+        if "mtp_loss" in sums:
+            metrics["mtp_loss"] = jnp.mean(sums["mtp_loss"] / jnp.maximum(sums["mtp_scored"], 1))
         return new_state, metrics
 
     def evaluate(self, params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Sum of the loss and number of scored tokens over a [A, B, L] batch."""
-        weights = self._weights(params)
+        sums = self._forward(self._weights(params), batch, self.totals(batch), "loss", "scored")
+        return sums["loss"], sums["scored"]
 
-        def body(_: None, rows: Batch) -> tuple[None, Sums]:
-            with use_rules(self.rules, self.mesh), use_attention(self.config):
-                return None, self._objective(weights, rows, totals, 1.0)[1]
-
-        totals = self.totals(batch)
-        _, sums = lax.scan(body, None, batch)
-        return jnp.sum(sums["loss"]), jnp.sum(sums["scored"])
-
-    def totals(self, batch: Batch) -> Sums:
+    def totals(self, batch: Batch) -> Tree:
         """What is known of a global batch before its first microbatch: the divisors of every mean."""
-        return {"scored": jnp.maximum(jnp.sum(batch["labels"] != IGNORE, dtype=jnp.int32), 1)}
+        real = batch["segments"] > 0
+        counts = {"scored": batch["labels"] != IGNORE, "tokens": real, "rows": jnp.any(real, axis=-1)}
+        totals = {name: jnp.maximum(jnp.sum(each, dtype=jnp.int32), 1) for name, each in counts.items()}
+        if depths := self.config.model.mtp:
+            scored = further_labels(batch["labels"], batch["segments"], depths) != IGNORE
+            totals["mtp_scored"] = jnp.maximum(jnp.sum(scored, axis=(1, 2, 3), dtype=jnp.int32), 1)
+        return totals
 
     def gradients(self, params: Tree, batch: Batch, scale: jax.Array | float) -> tuple[Tree, Sums]:
         """float32 gradients of scale x (mean loss + auxiliary losses), in the gradients' sharding, and sums.
@@ -120,6 +125,8 @@ class Step:
         """
         weights, totals = self._weights(params), self.totals(batch)
         replicas = math.prod(self.mesh.shape[axis] for axis in self.layout.deferred_axes)
+        if self.counts_first(batch["tokens"].shape[0]):
+            totals |= {"mixtures": self._forward(weights, batch, totals, "load")}
 
         def scaled(weights: Tree, rows: Batch) -> tuple[jax.Array, Sums]:
             with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
@@ -146,17 +153,38 @@ class Step:
             gradients = jax.tree.map(self._reduce, gradients)
         return self._pin(gradients, self.layout.gradients), sums
 
-    def _objective(self, weights: Tree, rows: Batch, totals: Sums, scale: jax.Array | float) -> tuple[jax.Array, Sums]:
+    def counts_first(self, accumulation: int) -> bool:
+        """Whether an update has a forward pass before its first microbatch, which counts the loads of experts.
+
+        A balancing loss over the global batch multiplies each microbatch's share by the load of all of them.
+        """
+        return needs_loads(self.config.model) and (accumulation > 1 or bool(self.layout.deferred_axes))
+
+    def _forward(self, weights: Tree, batch: Batch, totals: Tree, *names: str) -> Sums:
+        """Some of the sums over a [A, B, L] batch, without gradients."""
+
+        def body(_: None, rows: Batch) -> tuple[None, Sums]:
+            with use_rules(self.rules, self.mesh), use_attention(self.config):
+                sums = self._objective(weights, rows, totals, 1.0)[1]
+            return None, {name: sums[name] for name in names}
+
+        return {name: jnp.sum(s, axis=0) for name, s in _scan(body, None, batch)[1].items()}
+
+    def _objective(self, weights: Tree, rows: Batch, totals: Tree, scale: jax.Array | float) -> tuple[jax.Array, Sums]:
         """A microbatch's share of scale x (mean loss + auxiliary losses), and its sums."""
         x_BLD, stats = self.model.hidden(
-            weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat
+            weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat, totals
         )
         shards = math.prod(self.mesh.shape[axis] for axis in self._undeferred)
         softcap = self.config.model.logit_softcap
         loss, scored = cross_entropy(x_BLD, self.model.head(weights), rows["labels"], softcap, shards)
         # One factor: a float16 cotangent keeps the size of a token's share.
-        objective = loss * (scale / totals["scored"]) + scale * jnp.sum(stats.get("objective", 0.0))
-        return objective, {"loss": loss, "scored": scored, **stats}
+        objective, sums = loss * (scale / totals["scored"]), {"loss": loss, "scored": scored}
+        if self.config.model.mtp:
+            share, further, layers = self.model.further_loss(weights, x_BLD, rows, self.config.remat, totals, shards)
+            objective, sums = objective + scale * share, sums | further
+            stats = {name: jnp.concatenate([value, layers[name]]) for name, value in stats.items()}
+        return objective + scale * jnp.sum(stats.get("objective", 0.0)), sums | stats
 
     @property
     def _undeferred(self) -> tuple[Axis, ...]:

@@ -15,7 +15,9 @@ from jaxtrain.config import ModelConfig, RopeConfig
 from jaxtrain.nn.model import Model, build
 
 ROOT = Path(__file__).resolve().parents[1] / "data" / "reference"
-FAMILIES = ["llama", "llama3_rope", "mistral", "qwen3", "gpt2"]
+DENSE = ["llama", "llama3_rope", "mistral", "qwen3", "gpt2"]
+MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3"]
+FAMILIES = [*DENSE, *MIXTURES]
 TINY = {"vocab_size": 192, "d_model": 64, "n_layers": 3, "n_heads": 4, "norm_eps": 1e-6}
 LLAMA = {**TINY, "n_kv_heads": 2, "head_dim": 16, "d_ff": 128, "max_length": 256, "rope": RopeConfig(theta=500_000)}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -30,6 +32,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {
         **TINY, "d_ff": 256, "max_length": 128, "norm": "layernorm", "norm_eps": 1e-5, "activation": "gelu_tanh",
         "positions": "learned", "qkv_bias": True, "out_bias": True, "mlp_bias": True, "tied_head": True,
+    },
+    "mixtral": {**LLAMA, "norm_eps": 1e-5, "rope": RopeConfig(theta=1_000_000), "moe": {"experts": 8, "top_k": 2}},
+    "qwen3_moe": {
+        **LLAMA, "qk_norm": True, "rope": RopeConfig(theta=10_000), "moe": {"experts": 8, "top_k": 2, "d_ff": 48},
+    },
+    "deepseek_v3": {
+        **TINY, "d_ff": 112, "max_length": 256, "head_dim": 16, "rope": RopeConfig(theta=10_000),
+        "mla": {"kv_rank": 32, "q_rank": 48, "rope_dim": 8, "v_dim": 16},
+        # The reference's correction bias is a constant of the model.
+        "moe": {"experts": 8, "top_k": 3, "d_ff": 32, "shared": 1, "first_dense": 1, "router": "sigmoid_chosen",
+                "scale": 2.5, "groups": 4, "groups_kept": 2, "bias_rate": 0.0},
     },
 }  # fmt: skip
 
@@ -49,6 +62,25 @@ LLAMA_TABLE = {
     "model.layers.*.mlp.down_proj.weight": "layers.mlp.down.weight",
     "model.norm.weight": "norm.scale",
     "lm_head.weight": "head.weight",
+    # Mixtral
+    "model.layers.*.block_sparse_moe.gate.weight": "layers.mlp.router.weight",
+    "model.layers.*.block_sparse_moe.experts.*.w1.weight": "layers.mlp.gate.weight",
+    "model.layers.*.block_sparse_moe.experts.*.w2.weight": "layers.mlp.down.weight",
+    "model.layers.*.block_sparse_moe.experts.*.w3.weight": "layers.mlp.up.weight",
+    # Qwen3 MoE, DeepSeek-V3
+    "model.layers.*.mlp.gate.weight": "layers.mlp.router.weight",
+    "model.layers.*.mlp.gate.e_score_correction_bias": "layers.mlp.router.correction",
+    **{
+        f"model.layers.*.mlp.{theirs}.{kind}_proj.weight": f"layers.mlp.{ours}{kind}.weight"
+        for theirs, ours in {"experts.*": "", "shared_experts": "shared."}.items()
+        for kind in ("gate", "up", "down")
+    },
+    "model.layers.*.self_attn.q_a_proj.weight": "layers.attention.query_down.weight",
+    "model.layers.*.self_attn.q_a_layernorm.weight": "layers.attention.query_latent_norm.scale",
+    "model.layers.*.self_attn.q_b_proj.weight": "layers.attention.query_up.weight",
+    "model.layers.*.self_attn.kv_a_proj_with_mqa.weight": "layers.attention.kv_down.weight",
+    "model.layers.*.self_attn.kv_a_layernorm.weight": "layers.attention.kv_latent_norm.scale",
+    "model.layers.*.self_attn.kv_b_proj.weight": "layers.attention.kv_up.weight",
 }
 GPT2_TABLE = {
     "transformer.wte.weight": "embed.tokens",
@@ -75,18 +107,24 @@ class Reference:
 
 
 def load(family: str) -> Reference:
-    model = build(ModelConfig.model_validate(CONFIGS[family]))
-    tensors = _stack(load_file(ROOT / family / "model.safetensors"))
+    config = ModelConfig.model_validate(CONFIGS[family])
+    model = build(config)
+    tensors = _stack(load_file(ROOT / family / "model.safetensors"), config.moe.first_dense)
     if family == "gpt2":
         tensors = _split_qkv(tensors)
+    if config.mla.kv_rank:
+        tensors = {name: _halves(name, tensor, config) for name, tensor in tensors.items()}
     table = {**GPT2_TABLE, **{name: name for name in tensors if name.startswith("layers.")}}
     params: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        path = (table if family == "gpt2" else LLAMA_TABLE)[name].split(".")
+        path = (table if family == "gpt2" else LLAMA_TABLE)[name.replace("dense_layers", "layers")].split(".")
+        path[0] = "dense_layers" if "dense_layers" in name else path[0]
         node, shape = params, model.params
         for part in path[:-1]:
             node, shape = node.setdefault(part, {}), shape[part]
-        transposed = (family != "gpt2" and name.endswith("proj.weight")) or name == "lm_head.weight"
+        # torch's Linear is [out, in], and so are routers.
+        square = name.startswith("lm_head") or (name.startswith("model.") and tensor.ndim - name.count("*") == 2)
+        transposed = family != "gpt2" and square and "embed" not in name
         node[path[-1]] = (tensor.swapaxes(-1, -2) if transposed else tensor).reshape(shape[path[-1]].shape)
     arrays = dict(np.load(ROOT / family / "reference.npz"))
     return Reference(model, params, arrays, json.loads((ROOT / family / "reference.json").read_text()))
@@ -104,15 +142,33 @@ def places(tokens_BL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.broadcast_to(np.arange(tokens_BL.shape[1]), tokens_BL.shape), np.ones_like(tokens_BL)
 
 
-def _stack(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    layers: dict[str, dict[int, np.ndarray]] = {}
+def _stack(tensors: dict[str, np.ndarray], first_dense: int) -> dict[str, np.ndarray]:
+    """Numbered tensors of one name stacked, experts before layers; the first dense layers are a stack of their own."""
+    numbered: dict[str, dict[int, np.ndarray]] = {}
     out = {}
     for name, tensor in tensors.items():
         if found := re.fullmatch(r"(.*\.)(\d+)(\..*)", name):
-            layers.setdefault(f"{found[1]}*{found[3]}", {})[int(found[2])] = tensor
+            begin = found[1]
+            if begin == "model.layers." and int(found[2]) < first_dense:
+                begin = "model.dense_layers."
+            numbered.setdefault(f"{begin}*{found[3]}", {})[int(found[2])] = tensor
         else:
             out[name] = tensor
-    return out | {name: np.stack([rows[i] for i in range(len(rows))]) for name, rows in layers.items()}
+    stacked = {name: np.stack([rows[i] for i in sorted(rows)]) for name, rows in numbered.items()}
+    return out | (_stack(stacked, first_dense) if stacked else {})
+
+
+def _halves(name: str, tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """Rotary outputs of [layers, out, in] from DeepSeek's order of pairs (0, 1), (2, 3) ... to ours, i with i + P/2."""
+    P = config.mla.rope_dim
+    order = np.concatenate([np.arange(0, P, 2), np.arange(1, P, 2)])
+    if "q_b_proj" in name:
+        heads = tensor.reshape(tensor.shape[0], config.n_heads, -1, tensor.shape[-1])
+        turned = np.concatenate([heads[:, :, :-P], heads[:, :, -P:][:, :, order]], axis=2)
+        return turned.reshape(tensor.shape)
+    if "kv_a_proj" in name:
+        return np.concatenate([tensor[:, :-P], tensor[:, -P:][:, order]], axis=1)
+    return tensor
 
 
 def _split_qkv(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -23,6 +23,14 @@ PUBLISHED = {
     "gpt2": 124_439_808,
     # 12 n d^2 + 13 n d + (V + P) d + 2 d
     "gpt3_175b": 12 * 96 * 12288**2 + 13 * 96 * 12288 + (50257 + 2048) * 12288 + 2 * 12288,
+    "mixtral_8x7b": 46_702_792_704,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    # The released main model, and the block that predicts a further token: 11.6 billion (printed as 11.5) without the
+    # embedding and head that it shares.
+    "deepseek_v3": 671_026_419_200 + 11_610_068_224,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
 }
 
 
@@ -48,7 +56,7 @@ def test_shipped_run_fits_its_mesh_and_memory(name):
     """Every parameter's spec is free of findings, and 16 bytes a parameter fit the devices."""
     config = load_config(name)
     rules, params = resolve_rules(config.rules), build(config.model).params
-    devices = config.mesh.data * config.mesh.tensor
+    devices = config.mesh.data * config.mesh.tensor * config.mesh.expert
     assert devices == config.cluster.nodes * config.cluster.devices_per_node
     for path, param in jax.tree.leaves_with_path(params):
         assert not spec_for(param, rules, config.mesh.sizes, jax.tree_util.keystr(path)).findings

@@ -1,10 +1,11 @@
 """Closed forms against published parameter counts, the built model and hand counts."""
 
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ModelConfig, load_config
 from jaxtrain.observe.flops import (
     PEAKS,
     count_parameters,
@@ -37,6 +38,77 @@ GPT2 = ModelConfig(
 )
 def test_counts_are_the_published_ones(model, published):
     assert count_parameters(model) == published
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active", "digits", "embedding"),
+    [
+        # Billions as their makers print them. OpenAI and DeepSeek leave the embedding out of the active ones.
+        ("mixtral_8x7b", 46.7, 12.9, 1, True),
+        ("qwen3_30b_a3b", 30.5, 3.3, 1, True),
+        ("qwen3_235b_a22b", 235, 22, 0, True),
+        ("deepseek_v3", 671, 37, 0, False),
+        ("gpt_oss_20b", 20.9, 3.6, 1, False),
+        ("gpt_oss_120b", 116.8, 5.1, 1, False),
+    ],
+)
+def test_published_sizes_of_mixtures(name, total, active, digits, embedding):
+    model = load_config(f"models/{name}").model
+    main = model.model_copy(update={"mtp": 0})
+    assert round(count_parameters(main) / 1e9, digits) == total
+    met = count_parameters(model, active=True) - (0 if embedding else model.vocab_size * model.d_model)
+    # Qwen prints 3.35 as 3.3: within a unit of the last digit.
+    assert abs(met / 1e9 - active) < 10.0**-digits
+
+
+def test_deepseek_counts_by_hand():
+    """Every matrix of DeepSeek-V3 (section 4.2) written out: projections, experts met, two heads."""
+    model = load_config("models/deepseek_v3").model
+    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    mixture = 7168 * 256 + 9 * 3 * 7168 * 2048
+    by_hand = 62 * attention + 3 * 3 * 7168 * 18432 + 59 * mixture + 2 * 7168 * 7168 + 2 * 7168 * 129_280
+    assert matmul_weights(model) == by_hand
+    # A score and its value: (192 + 128) multiplies a key and head, over 62 blocks.
+    assert training_flops(model, 4096).full == 3 * (2 * by_hand + 2 * 128 * (192 + 128) * 62 * 4096)
+
+
+def test_windows_of_gpt_oss_alternate():
+    model = load_config("models/gpt_oss_20b").model
+    score = 3 * 4 * 64 * 64
+    seen = 12 * (visible_keys(8192, 128) + visible_keys(8192, None))
+    assert training_flops(model, 8192).causal == pytest.approx(6 * matmul_weights(model) + score * seen, rel=1e-12)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    experts=st.sampled_from([(4, 2, 12, 1), (6, 1, None, 0)]),
+    order=st.sampled_from([(0, 1), (2, 1), (0, 2), (2, 2)]),
+    mla=st.sampled_from([{}, {"kv_rank": 6, "q_rank": 5, "rope_dim": 2, "v_dim": 3}, {"kv_rank": 6, "rope_dim": 4}]),
+    flags=st.lists(st.booleans(), min_size=5, max_size=5),
+    mtp=st.integers(0, 2),
+    activation=st.sampled_from(["swiglu", "relu2", "swiglu_oss"]),
+)
+def test_closed_form_counts_the_built_mixture(experts, order, mla, flags, mtp, activation):
+    from jaxtrain.nn.model import build
+
+    plain = ("qkv_bias", "out_bias", "qk_norm", "attention_sinks")
+    options = {} if mla else dict(zip(plain, flags, strict=False))
+    X, k, F, shared = experts
+    moe = {"experts": X, "top_k": k, "d_ff": F, "shared": shared, "first_dense": order[0], "every": order[1]}
+    model = ModelConfig.model_validate({
+        "vocab_size": 31, "d_model": 24, "n_layers": 4, "n_heads": 4, "head_dim": 6, "d_ff": 20, "mtp": mtp,
+        "activation": activation, "mlp_bias": flags[4], "mla": mla, "moe": moe | {"bias_rate": 0.1 if shared else None},
+        **options,
+    })  # fmt: skip
+    built = build(model)
+    assert count_parameters(model) == built.count()
+    # Of X experts a token meets k, and no block of further tokens.
+    met = sum(
+        p.size * k // X if "experts" in p.names else p.size
+        for path, p in jax.tree.leaves_with_path(built.params, is_leaf=lambda leaf: hasattr(leaf, "names"))
+        if "mtp" not in jax.tree_util.keystr(path)
+    )
+    assert count_parameters(model, active=True) == met
 
 
 @settings(max_examples=25, deadline=None)

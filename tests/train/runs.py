@@ -66,7 +66,7 @@ def train_on(setup: Setup, batches: list[dict[str, np.ndarray]]) -> tuple[list[d
     metrics = []
     for rows in batches:
         state, values = step(state, place(rows, 0, setup.plan, setup.batch_sharding))
-        metrics.append({name: value.item() for name, value in jax.device_get(values).items()})
+        metrics.append({name: value.tolist() for name, value in jax.device_get(values).items()})
     return metrics, jax.device_get(state), step
 
 

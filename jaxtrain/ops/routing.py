@@ -1,0 +1,139 @@
+"""Which experts a token visits, with what weights, and what keeps their load even; all in float32.
+
+B batch, L length, X experts, K experts a token visits, G groups of experts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Scores = Literal["softmax", "softmax_chosen", "sigmoid", "sigmoid_chosen"]
+
+
+class Totals(NamedTuple):
+    """What a mixture layer must know of the global batch to report additive shares of its losses."""
+
+    tokens: jax.Array
+    """Tokens that are no padding, at least 1."""
+    rows: jax.Array
+    """Rows with such a token, at least 1."""
+    load: jax.Array | None = None
+    """Choices that fell on each expert [X]; None: this microbatch is the whole global batch, count them here."""
+
+
+class Routed(NamedTuple):
+    """Where every token goes; experts are numbered from 0, X stands for nowhere."""
+
+    chosen_BLK: jax.Array
+    """Experts of a token, best first, int32; X for a token of padding."""
+    weights_BLK: jax.Array
+    """Weights of their outputs; 0 for nowhere."""
+    shares_BLX: jax.Array
+    """Scores as shares of 1 over all experts, what the balancing losses push on; 0 for padding."""
+
+
+def route(
+    logits_BLX: jax.Array,
+    real_BL: jax.Array,
+    top_k: int,
+    scores: Scores,
+    correction_X: jax.Array | None = None,
+    groups: int = 1,
+    groups_kept: int = 1,
+    scale: float = 1.0,
+) -> Routed:
+    """The top_k best experts of each real token, of equal ones the first; no token of padding goes anywhere.
+
+    correction_X is added for the choice alone (Wang et al. 2024). With groups a token chooses among the experts of its
+    groups_kept best groups: by the sum of a group's two best scores for sigmoid (DeepSeek-V3), by its best score for
+    softmax (DeepSeek-V2). Weights are scores times scale, for *_chosen divided by their sum over the chosen first.
+    """
+    X = logits_BLX.shape[-1]
+    logits_BLX = logits_BLX.astype(jnp.float32)
+    sigmoid = scores.startswith("sigmoid")
+    scores_BLX = jax.nn.sigmoid(logits_BLX) if sigmoid else jax.nn.softmax(logits_BLX)
+    choice_BLX = lax.stop_gradient(scores_BLX)
+    if correction_X is not None:
+        choice_BLX += lax.stop_gradient(correction_X)
+    if groups_kept < groups:
+        choice_BLX = _best_groups(choice_BLX, groups, groups_kept, 2 if sigmoid else 1)
+    chosen_BLK = lax.top_k(choice_BLX, top_k)[1]
+    weights_BLK = jnp.take_along_axis(scores_BLX, chosen_BLK, axis=-1)
+    if scores.endswith("_chosen"):
+        weights_BLK /= jnp.sum(weights_BLK, axis=-1, keepdims=True) + 1e-20
+    shares_BLX = scores_BLX / jnp.sum(scores_BLX, axis=-1, keepdims=True) if sigmoid else scores_BLX
+    real_BL1 = real_BL[..., None]
+    return Routed(
+        jnp.where(real_BL1, chosen_BLK, X),
+        jnp.where(real_BL1, weights_BLK * scale, 0.0),
+        jnp.where(real_BL1, shares_BLX, 0.0),
+    )
+
+
+def _best_groups(choice_BLX: jax.Array, groups: int, kept: int, best: int) -> jax.Array:
+    grouped_BLGx = choice_BLX.reshape(*choice_BLX.shape[:-1], groups, -1)
+    best = min(best, grouped_BLGx.shape[-1])
+    worth_BLG = jnp.sum(lax.top_k(grouped_BLGx, best)[0], axis=-1)
+    kept_BLk = lax.top_k(worth_BLG, kept)[1]
+    inside_BLG = jnp.any(kept_BLk[..., None] == jnp.arange(groups), axis=-2)
+    return jnp.where(inside_BLG[..., None], grouped_BLGx, -jnp.inf).reshape(choice_BLX.shape)
+
+
+def visits(chosen_BLK: jax.Array, experts: int) -> jax.Array:
+    """Whether a token goes to an expert: bool [B, L, X]."""
+    return jnp.any(chosen_BLK[..., None] == jnp.arange(experts), axis=-2)
+
+
+def limit(routed: Routed, order_BL: jax.Array, capacity: int) -> tuple[Routed, jax.Array]:
+    """At most `capacity` tokens of a row to each expert, first come in `order_BL`; and how many choices were dropped.
+
+    What is dropped goes nowhere, with weight 0. A row decides for itself, so the mesh has no say.
+    """
+    X = routed.shares_BLX.shape[-1]
+    visits_BLX = visits(routed.chosen_BLK, X)
+    sorted_BL = jnp.argsort(order_BL, axis=-1, stable=True)
+    place_BL = jnp.argsort(sorted_BL, axis=-1)
+    queue_BLX = jnp.cumsum(jnp.take_along_axis(visits_BLX, sorted_BL[..., None], axis=1), axis=1, dtype=jnp.int32)
+    full_BLX = jnp.take_along_axis(queue_BLX, place_BL[..., None], axis=1) > capacity
+    dropped_BLK = jnp.any(full_BLX[:, :, None] & (routed.chosen_BLK[..., None] == jnp.arange(X)), axis=-1)
+    kept = routed._replace(
+        chosen_BLK=jnp.where(dropped_BLK, X, routed.chosen_BLK),
+        weights_BLK=jnp.where(dropped_BLK, 0.0, routed.weights_BLK),
+    )
+    return kept, jnp.sum(dropped_BLK, dtype=jnp.int32)
+
+
+def load_of(routed: Routed) -> jax.Array:
+    """Choices that fell on each expert, int32 [X]."""
+    return jnp.sum(visits(routed.chosen_BLK, routed.shares_BLX.shape[-1]), axis=(0, 1), dtype=jnp.int32)
+
+
+def batch_balance(routed: Routed, load_X: jax.Array, totals: Totals) -> jax.Array:
+    """This microbatch's share of X sum(f P), which is 1 for an even load (Fedus et al. 2021, eq. 4).
+
+    f is the share of all choices of the global batch that fell on an expert, without gradient; P the mean share of its
+    scores over the global batch's tokens.
+    """
+    X, K = routed.shares_BLX.shape[-1], routed.chosen_BLK.shape[-1]
+    f_X = load_X if totals.load is None else totals.load
+    mass_X = jnp.sum(routed.shares_BLX, axis=(0, 1)) / totals.tokens
+    return X / K * jnp.sum(f_X.astype(jnp.float32) / totals.tokens * mass_X)
+
+
+def sequence_balance(routed: Routed, real_BL: jax.Array, totals: Totals) -> jax.Array:
+    """This microbatch's share of the mean over rows of X sum(f P), f and P those of a row (DeepSeek-V3, eq. 17-20)."""
+    X, K = routed.shares_BLX.shape[-1], routed.chosen_BLK.shape[-1]
+    tokens_B1 = jnp.maximum(jnp.sum(real_BL, axis=1, dtype=jnp.float32), 1.0)[:, None]
+    f_BX = jnp.sum(visits(routed.chosen_BLK, X), axis=1, dtype=jnp.float32) / tokens_B1
+    mass_BX = jnp.sum(routed.shares_BLX, axis=1) / tokens_B1
+    return X / K * jnp.sum(f_BX * mass_BX) / totals.rows
+
+
+def router_z(logits_BLX: jax.Array, real_BL: jax.Array, totals: Totals) -> jax.Array:
+    """This microbatch's share of the mean over tokens of logsumexp(logits)^2 (Zoph et al. 2022, eq. 5)."""
+    square_BL = jnp.square(jax.nn.logsumexp(logits_BLX.astype(jnp.float32), axis=-1))
+    return jnp.sum(jnp.where(real_BL, square_BL, 0.0)) / totals.tokens
