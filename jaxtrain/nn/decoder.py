@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from numpy.typing import NDArray
 
 from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.rules import constrain
@@ -70,7 +69,8 @@ class Decoder(nnx.Module):
         """Token, position and segment ids [B, L] -> the residual stream after the final norm [B, L, D], and stats."""
         config = self.config
         graph, stacked = nnx.split(self.layers)
-        rotation = rope.tables(positions_BL, rope_frequencies(config)) if config.positions == "rope" else None
+        turning = rope.scaled(config.width_of_head, config.rope)
+        rotation = rope.tables(positions_BL, *turning) if config.positions == "rope" else None
         flow = Flow(segments_BL, positions_BL, rotation)
         # The pattern repeats over layers; windows that differ are scanned data, so that one body serves all layers.
         pattern = np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
@@ -84,15 +84,6 @@ class Decoder(nnx.Module):
         x_BLD = constrain(x_BLD, "batch", "residual_length", "hidden")
         x_BLD, stats = run_layers(block, nnx.to_pure_dict(stacked), x_BLD, windows, remat)
         return _normalise(self.norm, x_BLD), stats
-
-
-def rope_frequencies(config: ModelConfig) -> NDArray[np.float32]:
-    """Frequencies [E/2] as model.rope says."""
-    r = config.rope
-    plain = rope.frequencies(config.width_of_head, r.theta)
-    if r.scaling == "none":
-        return plain
-    return rope.llama3_frequencies(plain, r.factor, r.low_freq_factor, r.high_freq_factor, r.original_length)
 
 
 def _normalise(norm: Norm, x_BLD: jax.Array) -> jax.Array:
