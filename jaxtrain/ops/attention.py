@@ -50,6 +50,8 @@ class Request(NamedTuple):
     """A row may hold several documents."""
     way: str | None = None
     """attention.context where rows are split over devices."""
+    described: bool = False
+    """The devices are not here: packages are taken to be installed where they are."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Choice(NamedTuple):
 
     backend: Backend
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend.name} ({self.reason})"
 
 
 def _dense_cannot(request: Request) -> str | None:
@@ -89,7 +94,7 @@ def _tokamax_cannot(request: Request) -> str | None:
         return f"it computes in {' and '.join(HALF_DTYPES)}, not in {request.dtype}"
     if max(request.widths) > 256:
         return f"heads of {max(request.widths)} are wider than 256"
-    if find_spec("tokamax") is None:
+    if not request.described and find_spec("tokamax") is None:
         return "the package tokamax is not installed: pip install -r requirements-gpu.txt"
     return None
 
@@ -142,15 +147,18 @@ def choose(wanted: str, request: Request) -> Choice:
     return Choice(next(b for b in BACKENDS if b.name == wanted), "attention.backend")
 
 
-def choose_for(config: RunConfig, device: Any, length: int, split: bool) -> Choice:
-    """The backend of a run's layers on rows of `length` on devices like `device`; raises ConfigError like `choose`."""
+def choose_for(config: RunConfig, device: Any, length: int, split: bool, described: bool = False) -> Choice:
+    """The backend of a run's layers on rows of `length`, `split` over devices like `device` or whole on each.
+
+    Raises ConfigError like `choose`.
+    """
     model, mla = config.model, config.model.mla
     width = model.width_of_head
     widths = (width + mla.rope_dim, mla.v_dim or width) if mla.kv_rank else (width, width)
     request = Request(
         *_kind(device), length, widths, config.precision.compute, any(model.windows),
         model.attention_softcap is not None, model.attention_sinks, _packed(config),
-        config.attention.context if split else None,
+        config.attention.context if split else None, described,
     )  # fmt: skip
     return choose(config.attention.backend, request)
 

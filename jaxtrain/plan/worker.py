@@ -82,6 +82,7 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         "accumulation": setup.plan.accumulation,
         "microbatch": setup.plan.microbatch,
         "parameters": setup.model.count(),
+        "attention": str(setup.attention[config.data.length]),
         "device_kind": devices[0].device_kind,
         "version": jax.__version__,
     }

@@ -96,6 +96,10 @@ def opening(setup: Setup, corpus: Corpus) -> list[str]:
             for phase, plan in zip(setup.phases, setup.plans, strict=True)
             if plan.row_devices > 1
         ),
+        *(
+            f"attention{f' of rows of {length}' if len(setup.attention) > 1 else ''}: {choice}"
+            for length, choice in setup.attention.items()
+        ),
         f"corpus: {numbers}",
         *(f"layout: {note}" for note in setup.layout.notes),
     ]
