@@ -130,13 +130,12 @@ class Eval:
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Restore, evaluate, print."""
-        import jax
-
+        from jaxtrain.train.step import jit_evaluate
         from jaxtrain.train.use import held_out, mean_loss, open_run
 
         opened = open_run(self.run, overrides)
         batches = held_out(opened.setup, opened.corpus)
-        loss, scored = mean_loss(jax.jit(opened.setup.step.evaluate), opened.params, batches)
+        loss, scored = mean_loss(jit_evaluate(opened.setup.step), opened.params, batches)
         if self.json:
             _print_json({"step": opened.step, "eval_loss": loss, "scored_tokens": scored})
         else:

@@ -7,6 +7,7 @@ inspect(load_config("models/llama3_8b", ["mesh.tensor=8", "rules.preset=[tensor,
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from jaxtrain.mesh.rules import NO_RULE, Reason, resolve_rules, show_axes, spec_
 from jaxtrain.mesh.topology import Topology, build_topology, described_devices
 from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
+from jaxtrain.ops.attention import choose_for
 from jaxtrain.optim import build_optimizer
+from jaxtrain.plan.cards import CARDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,7 +69,18 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
     params = build(config.model).params
     precision = Precision(config.precision)
     layout = plan_layout(params, resolve_rules(config.rules), topology.sizes, precision.separate_masters)
+    notes += _attention_notes(config, topology, bool(layout.length_axes), imagined)
     return Inspection(config, devices, topology, params, layout, (*notes, *layout.notes))
+
+
+def _attention_notes(config: RunConfig, topology: Topology, split: bool, imagined: bool) -> list[str]:
+    """How attention is computed there; nothing where the card is not known and none is asked for."""
+    device, card = topology.devices.flat[0], CARDS.get(config.cluster.device or "")
+    if imagined:
+        if card is None:
+            return []
+        device = dataclasses.replace(device, compute_capability=".".join(map(str, card.capability)))
+    return [f"attention: {choose_for(config, device, config.data.length, split, imagined)}"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,9 +46,10 @@ of `jaxtrain/observe/flops.py` with full scores. Bytes are what one device sends
 and across domains; covered is the share of their transfer time, at the links' published speed, behind matmuls scheduled
 between start and done. Rows of an update: {rows}.
 
+Attention runs in tokamax' kernel, whose FLOPs do not stand in the program and are not counted among the executed ones.
 Where a program does not fit its FLOPs rise, presumably because the compiler then recomputes by itself.
-GPT-2's 12 heads do not divide by 8: its attention runs whole on each device of a tensor group, which the ratio of FLOPs
-shows.
+GPT-2's 12 heads do not divide by 8: its attention and the projections around it run whole on each device of a tensor
+group.
 
 {table}
 """

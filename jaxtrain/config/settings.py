@@ -23,8 +23,8 @@ class RopeConfig(Section):
 
     theta: float = Field(10_000.0, gt=0)
     """Base of the geometric series of wavelengths."""
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """How frequencies are stretched for longer context."""
+    scaling: Literal["none", "linear", "llama3", "yarn", "yarn_unrounded"] = "none"
+    """How frequencies are stretched for longer context; yarn_unrounded: its ramp may begin between pairs (gpt-oss)."""
     factor: float = Field(8.0, gt=0)
     """linear: all frequencies are divided by this; llama3, yarn: low ones."""
     low_freq_factor: float = Field(1.0, gt=0)
@@ -39,6 +39,15 @@ class RopeConfig(Section):
     """yarn: pairs that turn less often than this are divided by factor."""
     attention_factor: float | None = Field(None, gt=0)
     """yarn: multiplies cosines and sines; null is 0.1 ln(factor) + 1."""
+
+    @model_validator(mode="after")
+    def _ramp_goes_down(self) -> RopeConfig:
+        if self.scaling.startswith("yarn") and self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"model.rope.beta_fast {self.beta_fast} is not above model.rope.beta_slow {self.beta_slow}: pairs that "
+                "turn fast are left alone, slow ones are divided"
+            )
+        return self
 
 
 class MoeConfig(Section):

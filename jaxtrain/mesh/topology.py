@@ -31,6 +31,7 @@ class DescribedDevice:
     process_index: int
     platform: str = "gpu"
     device_kind: str = "described"
+    compute_capability: str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from numpy.typing import NDArray
 
 from jaxtrain.config import ConfigError, ModelConfig, RematConfig
 from jaxtrain.mesh.rules import constrain
@@ -189,22 +188,14 @@ class Decoder(nnx.Module):
 
     def _flow(self, positions_BL: jax.Array, segments_BL: jax.Array, totals: Totals) -> Flow:
         config = self.config
-        rotation = rope.tables(positions_BL, rope_frequencies(config)) if config.positions == "rope" else None
+        turning = rope.scaled(config.mla.rope_dim if config.mla.kv_rank else config.width_of_head, config.rope)
+        rotation = rope.tables(positions_BL, *turning) if config.positions == "rope" else None
         return Flow(segments_BL, positions_BL, rotation, totals)
 
     def _embed(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
         # Two steps: a table split over vocabulary sums whole rows, which are then scattered over the residual's shards.
         x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "length", "hidden")
         return constrain(x_BLD, "batch", "residual_length", "hidden")
-
-
-def rope_frequencies(config: ModelConfig) -> NDArray[np.float32]:
-    """Frequencies [E/2] as model.rope says; E is the rotary width of a head."""
-    r = config.rope
-    plain = rope.frequencies(config.mla.rope_dim if config.mla.kv_rank else config.width_of_head, r.theta)
-    if r.scaling == "none":
-        return plain
-    return rope.llama3_frequencies(plain, r.factor, r.low_freq_factor, r.high_freq_factor, r.original_length)
 
 
 def _stack(module: type[Block] | type[Further], config: ModelConfig, rngs: nnx.Rngs, n: int, mixture: bool) -> Any:

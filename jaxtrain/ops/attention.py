@@ -50,6 +50,8 @@ class Request(NamedTuple):
     """A row may hold several documents."""
     way: str | None = None
     """attention.context where rows are split over devices."""
+    described: bool = False
+    """The devices are not here: packages are taken to be installed where they are."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,9 @@ class Choice(NamedTuple):
 
     backend: Backend
     reason: str
+
+    def __str__(self) -> str:
+        return f"{self.backend.name} ({self.reason})"
 
 
 def _dense_cannot(request: Request) -> str | None:
@@ -89,7 +94,7 @@ def _tokamax_cannot(request: Request) -> str | None:
         return f"it computes in {' and '.join(HALF_DTYPES)}, not in {request.dtype}"
     if max(request.widths) > 256:
         return f"heads of {max(request.widths)} are wider than 256"
-    if find_spec("tokamax") is None:
+    if not request.described and find_spec("tokamax") is None:
         return "the package tokamax is not installed: pip install -r requirements-gpu.txt"
     return None
 
@@ -142,15 +147,18 @@ def choose(wanted: str, request: Request) -> Choice:
     return Choice(next(b for b in BACKENDS if b.name == wanted), "attention.backend")
 
 
-def choose_for(config: RunConfig, device: Any, length: int, split: bool) -> Choice:
-    """The backend of a run's layers on rows of `length` on devices like `device`; raises ConfigError like `choose`."""
+def choose_for(config: RunConfig, device: Any, length: int, split: bool, described: bool = False) -> Choice:
+    """The backend of a run's layers on rows of `length`, `split` over devices like `device` or whole on each.
+
+    Raises ConfigError like `choose`.
+    """
     model, mla = config.model, config.model.mla
     width = model.width_of_head
     widths = (width + mla.rope_dim, mla.v_dim or width) if mla.kv_rank else (width, width)
     request = Request(
         *_kind(device), length, widths, config.precision.compute, any(model.windows),
         model.attention_softcap is not None, model.attention_sinks, _packed(config),
-        config.attention.context if split else None,
+        config.attention.context if split else None, described,
     )  # fmt: skip
     return choose(config.attention.backend, request)
 
@@ -237,11 +245,12 @@ def _by_device(
     sinks_H: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     """A kernel on each device's rows and heads: no partitioner looks into it."""
-    static = score._replace(window=None)
-    run = partial(_whole_rows, kernel, static)
+    # A window that is a number stays one, so that a kernel can skip what lies behind it.
+    traced = score.window if isinstance(score.window, jax.Array) else None
+    run = partial(_whole_rows, kernel, score if traced is None else score._replace(window=None))
     mesh = active_mesh()
     if mesh is None:
-        return run(q_BLHE, k_BLKE, v_BLKV, sinks_H, places, score.window)
+        return run(q_BLHE, k_BLKE, v_BLKV, sinks_H, places, traced)
     B, _, H, _ = q_BLHE.shape
     batch, heads = dividing_axes("batch", B), dividing_axes("heads", H)
     shards = math.prod(mesh.shape[axis] for axis in heads)
@@ -250,7 +259,7 @@ def _by_device(
     k_BLKE, v_BLKV = (jnp.repeat(x, math.lcm(K, shards) // K, axis=2) for x in (k_BLKE, v_BLKV))
     rows, by_head = make_spec([batch]), make_spec([batch, (), heads])
     inputs = by_head, by_head, by_head, make_spec([heads]), rows, PartitionSpec()
-    return manual(run, inputs, by_head)(q_BLHE, k_BLKE, v_BLKV, sinks_H, places, score.window)
+    return manual(run, inputs, by_head)(q_BLHE, k_BLKE, v_BLKV, sinks_H, places, traced)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -265,7 +274,8 @@ def _forward(
     kernel: Kernel, static: Score, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, places: Places,
     window: Window,
 ) -> tuple[jax.Array, Any]:  # fmt: skip
-    out, lse = kernel.forward(q, k, v, _sight(places, window), static._replace(window=window))
+    score = static if window is None else static._replace(window=window)
+    out, lse = kernel.forward(q, k, v, _sight(places, score), score)
     if sinks is not None:
         out, lse = blocks.add_sinks(out.astype(jnp.float32), lse, sinks)
     # Both under the name of the output: who keeps that (remat.names) need not attend again.
@@ -276,7 +286,8 @@ def _forward(
 def _backward(kernel: Kernel, static: Score, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
     q, k, v, sinks, places, window, out, lse = saved
     kept = Kept(out, lse, dout, blocks.row_delta(out, dout))
-    gradients = kernel.backward(q, k, v, kept, _sight(places, window), static._replace(window=window))
+    score = static if window is None else static._replace(window=window)
+    gradients = kernel.backward(q, k, v, kept, _sight(places, score), score)
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
     dsinks = None if sinks is None else blocks.sinks_gradient(lse, kept.delta_BHP, sinks).astype(sinks.dtype)
     return dq, dk, dv, dsinks, None, None
@@ -285,8 +296,8 @@ def _backward(kernel: Kernel, static: Score, saved: Any, dout: jax.Array) -> tup
 _whole_rows.defvjp(_forward, _backward)
 
 
-def _sight(places: Places, window: Window) -> Sight:
-    return Sight(places, places, first_keys(places, window), ordered=True)
+def _sight(places: Places, score: Score) -> Sight:
+    return Sight(places, places, first_keys(places, score.window), ordered=True)
 
 
 def _kind(device: Any) -> tuple[str, float | None]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Finite, so that nothing visible makes no inf - inf.
@@ -53,42 +54,38 @@ def forward(
     """Output [B, L, H, V] and log of the softmax's denominator [B, H, L], both float32.
 
     A query that sees nothing gives 0 and HIDDEN. `ordered` promises that queries and keys are the same tokens in the
-    order of the row: tiles that lie wholly in the future or behind the window are then skipped.
+    order of the row: tiles that lie wholly in the future, or behind a window that is no array, are then skipped.
     """
     B, L, H = q_BLHE.shape[:3]
     K, V = v_BMKV.shape[2:]
     queries_N, keys_J, q_NBKGTE = _tiled(queries), _tiled(keys), _by_group(q_BLHE, K)
     k_JBKSE, v_JBKSV = _by_head(k_BMKE), _by_head(v_BMKV)
 
-    def on_queries(_: None, tile: tuple[jax.Array, jax.Array, Places]) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        n, q_BKGTE, places = tile
+    def on_pair(carry: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        out_NBKGTV, top_NBKGT, sum_NBKGT = carry
+        n, j = pair
+        q_BKGTE, v_BKSV = q_NBKGTE[n], v_JBKSV[j]
+        scores_BKGTS, _ = _scores(q_BKGTE, k_JBKSE[j], _at(queries_N, n), _at(keys_J, j), window, softcap, scale)
+        highest_BKGT = jnp.maximum(top_NBKGT[n], jnp.max(scores_BKGTS, axis=-1))
+        weights_BKGTS = jnp.exp(scores_BKGTS - highest_BKGT[..., None])
+        shrink_BKGT = jnp.exp(top_NBKGT[n] - highest_BKGT)
+        added_BKGTV = _dot("bkgts,bksv->bkgtv", weights_BKGTS.astype(v_BKSV.dtype), v_BKSV)
+        return (
+            out_NBKGTV.at[n].set(out_NBKGTV[n] * shrink_BKGT[..., None] + added_BKGTV),
+            top_NBKGT.at[n].set(highest_BKGT),
+            sum_NBKGT.at[n].set(sum_NBKGT[n] * shrink_BKGT + jnp.sum(weights_BKGTS, axis=-1)),
+        ), None
 
-        def on_keys(j: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            out_BKGTV, top_BKGT, sum_BKGT = carry
-            v_BKSV = v_JBKSV[j]
-            scores_BKGTS, _ = _scores(q_BKGTE, k_JBKSE[j], places, _at(keys_J, j), window, softcap, scale)
-            highest_BKGT = jnp.maximum(top_BKGT, jnp.max(scores_BKGTS, axis=-1))
-            weights_BKGTS = jnp.exp(scores_BKGTS - highest_BKGT[..., None])
-            shrink_BKGT = jnp.exp(top_BKGT - highest_BKGT)
-            added_BKGTV = _dot("bkgts,bksv->bkgtv", weights_BKGTS.astype(v_BKSV.dtype), v_BKSV)
-            return (
-                out_BKGTV * shrink_BKGT[..., None] + added_BKGTV,
-                highest_BKGT,
-                sum_BKGT * shrink_BKGT + jnp.sum(weights_BKGTS, axis=-1),
-            )
-
-        rows = q_BKGTE.shape[:4]
-        start = jnp.zeros((*rows, V), jnp.float32), jnp.full(rows, FLOOR, jnp.float32), jnp.zeros(rows, jnp.float32)
-        bounds = _keys_of(n, len(k_JBKSE), q_BKGTE.shape[3], window, ordered)
-        out_BKGTV, top_BKGT, sum_BKGT = lax.fori_loop(*bounds, on_keys, start)
-        some = sum_BKGT > 0
-        lse_BKGT = jnp.where(some, top_BKGT + jnp.log(jnp.where(some, sum_BKGT, 1.0)), HIDDEN)
-        return None, (out_BKGTV / jnp.where(some, sum_BKGT, 1.0)[..., None], lse_BKGT)
-
-    tiles = jnp.arange(len(q_NBKGTE)), q_NBKGTE, queries_N
-    _, (out_NBKGTV, lse_NBKGT) = lax.scan(on_queries, None, tiles)
+    rows = q_NBKGTE.shape[:5]
+    empty, none = jnp.zeros((*rows, V), jnp.float32), jnp.zeros(rows, jnp.float32)
+    start: tuple[jax.Array, ...] = empty, jnp.full_like(none, FLOOR), none
+    pairs = _pairs(len(q_NBKGTE), len(k_JBKSE), q_NBKGTE.shape[4], window, ordered)
+    (out_NBKGTV, top_NBKGT, sum_NBKGT), _ = lax.scan(on_pair, start, pairs)
+    some_NBKGT = sum_NBKGT > 0
+    total_NBKGT = jnp.where(some_NBKGT, sum_NBKGT, 1.0)
+    lse_NBKGT = jnp.where(some_NBKGT, top_NBKGT + jnp.log(total_NBKGT), HIDDEN)
     lse_BHL = jnp.moveaxis(lse_NBKGT, 0, 3).reshape(B, H, -1)[..., :L]
-    return _by_row(out_NBKGTV, L), lse_BHL
+    return _by_row(out_NBKGTV / total_NBKGT[..., None], L), lse_BHL
 
 
 def backward(
@@ -101,39 +98,36 @@ def backward(
     `lse_BHL` is that of all those blocks together (and of sinks), `delta_BHL` is `row_delta` of the whole output.
     """
     L, M, K = q_BLHE.shape[1], k_BMKE.shape[1], k_BMKE.shape[2]
-    q_NBKGTE, dout_NBKGTV = _by_group(q_BLHE, K), _by_group(dout_BLHV, K)
-    queries_N = _tiled(queries)
+    queries_N, keys_J = _tiled(queries), _tiled(keys)
+    q_NBKGTE, dout_NBKGTV, k_JBKSE, v_JBKSV = (
+        *(_by_group(x, K) for x in (q_BLHE, dout_BLHV)), *map(_by_head, (k_BMKE, v_BMKV)),
+    )  # fmt: skip
     # A query that sees nothing, here or anywhere, must not find exp(HIDDEN - HIDDEN).
-    lse_NBKGT = _by_group(jnp.maximum(lse_BHL, FLOOR).swapaxes(1, 2)[..., None], K)[..., 0]
-    delta_NBKGT = _by_group(delta_BHL.swapaxes(1, 2)[..., None], K)[..., 0]
-    k_JBKSE, v_JBKSV = _by_head(k_BMKE), _by_head(v_BMKV)
+    lse_NBKGT, delta_NBKGT = (
+        _by_group(x_BHL.swapaxes(1, 2)[..., None], K)[..., 0] for x_BHL in (jnp.maximum(lse_BHL, FLOOR), delta_BHL)
+    )
 
-    def on_keys(dq_NBKGTE: jax.Array, tile: tuple[jax.Array, jax.Array, jax.Array, Places]) -> tuple[jax.Array, tuple]:
-        j, k_BKSE, v_BKSV, places = tile
+    def on_pair(carry: tuple[jax.Array, ...], pair: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
+        dq_NBKGTE, dk_JBKSE, dv_JBKSV = carry
+        n, j = pair
+        q_BKGTE, dout_BKGTV, k_BKSE = q_NBKGTE[n], dout_NBKGTV[n], k_JBKSE[j]
+        seen = _at(queries_N, n), _at(keys_J, j)
+        scores_BKGTS, bend_BKGTS = _scores(q_BKGTE, k_BKSE, *seen, window, softcap, scale)
+        weights_BKGTS = jnp.exp(scores_BKGTS - lse_NBKGT[n][..., None])
+        dweights_BKGTS = _dot("bkgtv,bksv->bkgts", dout_BKGTV, v_JBKSV[j])
+        slope_BKGTS = weights_BKGTS * (dweights_BKGTS - delta_NBKGT[n][..., None]) * scale
+        if bend_BKGTS is not None:
+            slope_BKGTS *= bend_BKGTS
+        slope_BKGTS = slope_BKGTS.astype(q_BKGTE.dtype)
+        return (
+            dq_NBKGTE.at[n].add(_dot("bkgts,bkse->bkgte", slope_BKGTS, k_BKSE)),
+            dk_JBKSE.at[j].add(_dot("bkgts,bkgte->bkse", slope_BKGTS, q_BKGTE)),
+            dv_JBKSV.at[j].add(_dot("bkgts,bkgtv->bksv", weights_BKGTS.astype(dout_BKGTV.dtype), dout_BKGTV)),
+        ), None
 
-        def on_queries(n: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            dq_NBKGTE, dk_BKSE, dv_BKSV = carry
-            q_BKGTE, dout_BKGTV = q_NBKGTE[n], dout_NBKGTV[n]
-            scores_BKGTS, bend_BKGTS = _scores(q_BKGTE, k_BKSE, _at(queries_N, n), places, window, softcap, scale)
-            weights_BKGTS = jnp.exp(scores_BKGTS - lse_NBKGT[n][..., None])
-            dweights_BKGTS = _dot("bkgtv,bksv->bkgts", dout_BKGTV, v_BKSV)
-            slope_BKGTS = weights_BKGTS * (dweights_BKGTS - delta_NBKGT[n][..., None]) * scale
-            if bend_BKGTS is not None:
-                slope_BKGTS *= bend_BKGTS
-            slope_BKGTS = slope_BKGTS.astype(q_BKGTE.dtype)
-            return (
-                dq_NBKGTE.at[n].add(_dot("bkgts,bkse->bkgte", slope_BKGTS, k_BKSE)),
-                dk_BKSE + _dot("bkgts,bkgte->bkse", slope_BKGTS, q_BKGTE),
-                dv_BKSV + _dot("bkgts,bkgtv->bksv", weights_BKGTS.astype(dout_BKGTV.dtype), dout_BKGTV),
-            )
-
-        start = dq_NBKGTE, jnp.zeros(k_BKSE.shape, jnp.float32), jnp.zeros(v_BKSV.shape, jnp.float32)
-        bounds = _queries_of(j, len(q_NBKGTE), k_BKSE.shape[2], window, ordered)
-        dq_NBKGTE, dk_BKSE, dv_BKSV = lax.fori_loop(*bounds, on_queries, start)
-        return dq_NBKGTE, (dk_BKSE, dv_BKSV)
-
-    tiles = jnp.arange(len(k_JBKSE)), k_JBKSE, v_JBKSV, _tiled(keys)
-    dq_NBKGTE, (dk_JBKSE, dv_JBKSV) = lax.scan(on_keys, jnp.zeros(q_NBKGTE.shape, jnp.float32), tiles)
+    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q_NBKGTE, k_JBKSE, v_JBKSV))
+    pairs = _pairs(len(q_NBKGTE), len(k_JBKSE), q_NBKGTE.shape[4], window, ordered)
+    (dq_NBKGTE, dk_JBKSE, dv_JBKSV), _ = lax.scan(on_pair, start, pairs)
     return _by_row(dq_NBKGTE, L), _by_row(dk_JBKSE[:, :, :, None], M), _by_row(dv_JBKSV[:, :, :, None], M)
 
 
@@ -176,26 +170,15 @@ def _scores(
     return scores_BKGTS + hidden_BTS[:, None, None], bend_BKGTS
 
 
-def _keys_of(
-    n: jax.Array, tiles: int, size: int, window: Window, ordered: bool
-) -> tuple[jax.Array | int, jax.Array | int]:
-    """First key tile that the n-th query tile may see, and the one after the last."""
-    if not ordered:
-        return 0, tiles
-    first = 0 if window is None else jnp.maximum(n * size + 1 - jnp.minimum(window, tiles * size), 0) // size
-    return first, n + 1
-
-
-def _queries_of(
-    j: jax.Array, tiles: int, size: int, window: Window, ordered: bool
-) -> tuple[jax.Array | int, jax.Array | int]:
-    """First query tile that may see the j-th key tile, and the one after the last."""
-    if not ordered:
-        return 0, tiles
-    if window is None:
-        return j, tiles
-    farthest = (j + 1) * size - 2 + jnp.minimum(window, tiles * size)
-    return j, jnp.minimum(farthest // size + 1, tiles)
+def _pairs(N: int, J: int, size: int, window: Window, ordered: bool) -> jax.Array:
+    """Query tile and key tile of every pair with anything visible in it, [pairs, 2]: known before the program runs."""
+    n, j = np.indices((N, J), np.int32).reshape(2, -1)
+    if ordered:
+        farthest = N * size if window is None or isinstance(window, jax.Array) else int(window)
+        # The nearest two tokens of tiles n and j are (n - j - 1) size + 1 apart.
+        kept = (j <= n) & ((n - j - 1) * size + 1 < farthest)
+        n, j = n[kept], j[kept]
+    return jnp.asarray(np.stack([n, j], axis=1))
 
 
 def _tile(length: int) -> tuple[int, int]:

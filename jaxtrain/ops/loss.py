@@ -1,18 +1,20 @@
 """Cross entropy of a vocabulary head, a few rows of logits at a time.
 
-B batch, L length, C length of a chunk, N chunks, D model, V vocabulary, G batch shards, T rows of a shard.
+B batch, L length, C length of a chunk, N chunks, D model, V vocabulary, G batch shards, T rows of a shard, S length
+shards, U tokens of a shard's chunk.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.mesh.rules import constrain
+from jaxtrain.mesh.rules import active_axes, active_mesh, constrain
 
 IGNORE = -1
 """Label of a position that is not scored."""
@@ -26,21 +28,49 @@ CHUNK_TOKENS_PER_WIDTH = 1 / 4
 FLOAT16_SHIFT = 2.0**15
 
 
+Totals = tuple[jax.Array, jax.Array]
+"""Sums over scored positions: -log softmax(x @ w)[label], logsumexp(x @ w) squared."""
+
+
+class _Options(NamedTuple):
+    softcap: float | None
+    z_weight: float
+    chunks: int
+    shards: tuple[int, int]
+    """Of the batch, of the length."""
+
+
 def cross_entropy(
     x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None = None, batch_shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum of -log softmax(x @ w)[label] over scored positions (float32) and their number (int32).
+    """Sum of -log softmax(x @ w)[label] over scored positions (float32) and their number (int32): see `loss_sums`."""
+    loss, sums = loss_sums(x_BLD, w_DV, labels_BL, softcap, batch_shards)
+    return loss, sums["scored"]
 
-    Labels of IGNORE are not scored; a batch without any gives (0, 0) and zero gradients. The vocabulary may be sharded:
+
+def loss_sums(
+    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None = None, batch_shards: int = 1,
+    z_weight: float = 0.0,
+) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
+    """What is to be differentiated, float32, and sums over scored positions.
+
+    "loss" is -log softmax(x @ w)[label], "z_loss" z_weight times the square of logsumexp(x @ w) where that weight is
+    not 0 (PaLM), "scored" their number (int32); the first result is loss + z_loss, and alone has a gradient.
+
+    Labels of IGNORE are not scored; a batch without any gives zeros and zero gradients. The vocabulary may be sharded:
     nothing gathers over it. Under differentiation the gradients of x and w are made in the forward pass, chunk by
     chunk, so that logits are computed once and never kept. `batch_shards` says over how many devices the batch is split
     (it divides B): each sums its own gradient of w over chunks, and they are reduced once after the last.
     """
     x_BLD = constrain(x_BLD, "batch", "length", "hidden")
-    chunks = _chunks(x_BLD.shape[1], x_BLD.shape[2])
-    return _loss_sum(x_BLD, w_DV, labels_BL, softcap, chunks, batch_shards), jnp.sum(
-        labels_BL != IGNORE, dtype=jnp.int32
-    )
+    L, D = x_BLD.shape[1:]
+    mesh = active_mesh()
+    length_shards = math.prod(mesh.shape[axis] for axis in active_axes("length")) if mesh is not None else 1
+    options = _Options(softcap, z_weight, _chunks(L // length_shards, D), (batch_shards, length_shards))
+    objective, totals = _loss_sum(x_BLD, w_DV, labels_BL, options)
+    loss, squares = lax.stop_gradient(totals)
+    sums = {"loss": loss, "scored": jnp.sum(labels_BL != IGNORE, dtype=jnp.int32)}
+    return objective, {**sums, "z_loss": z_weight * squares} if z_weight else sums
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
@@ -49,7 +79,7 @@ def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def _chunks(L: int, D: int) -> int:
-    """The largest number of chunks of a row, each long enough."""
+    """The largest number of chunks of a row (of a device's part of it), each long enough."""
     shortest = max(CHUNK_TOKENS, D * CHUNK_TOKENS_PER_WIDTH)
     return next(n for n in range(L, 0, -1) if L % n == 0 and (L / n >= shortest or n == 1))
 
@@ -66,69 +96,93 @@ def _join(x_NBC: jax.Array) -> jax.Array:
     return jnp.moveaxis(x_NBC, 0, 2).reshape(B, C * N, *x_NBC.shape[3:])
 
 
-def _chunk_loss(
-    x_BCD: jax.Array, w_DV: jax.Array, labels_BC: jax.Array, softcap: float | None
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Loss sum; capped logits and hits [B, C, V] (the label's place); log of the softmax's denominator [B, C]."""
+class _Chunk(NamedTuple):
+    """Sums; capped logits and hits [B, C, V] (the label's place); log of the softmax's denominator [B, C]."""
+
+    totals: Totals
+    logits_BCV: jax.Array
+    hits_BCV: jax.Array
+    lse_BC: jax.Array
+
+
+def _chunk_loss(x_BCD: jax.Array, w_DV: jax.Array, labels_BC: jax.Array, options: _Options) -> _Chunk:
     logits_BCV = jnp.einsum("bcd,dv->bcv", x_BCD, w_DV, preferred_element_type=jnp.float32)
-    logits_BCV = soft_cap(constrain(logits_BCV, "batch", "length", "vocab"), softcap)
+    logits_BCV = soft_cap(constrain(logits_BCV, "batch", "length", "vocab"), options.softcap)
     # A comparison, not take_along_axis: it stays local when the vocabulary is sharded.
     hits_BCV = labels_BC[..., None] == jnp.arange(w_DV.shape[1], dtype=labels_BC.dtype)
     lse_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
     label_logit_BC = jnp.sum(jnp.where(hits_BCV, logits_BCV, 0.0), axis=-1)
-    loss = jnp.sum(jnp.where(labels_BC != IGNORE, lse_BC - label_logit_BC, 0.0))
-    return loss, logits_BCV, hits_BCV, lse_BC
+    scored_BC = labels_BC != IGNORE
+    loss, squares = (jnp.sum(jnp.where(scored_BC, x_BC, 0.0)) for x_BC in (lse_BC - label_logit_BC, jnp.square(lse_BC)))
+    return _Chunk((loss, squares), logits_BCV, hits_BCV, lse_BC)
 
 
-def _head_gradient(x_BCD: jax.Array, slope_BCV: jax.Array, shards: int) -> jax.Array:
-    """x^T slope of each batch shard by itself, float32 [G, D, V]; of one shard [D, V]."""
-    if shards == 1:  # a dim of one would keep the compiler from fusing slope into the product
+def _chunk_slope(chunk: _Chunk, labels_BC: jax.Array, options: _Options) -> jax.Array:
+    """Gradient of the objective by the logits before their cap, float32 [B, C, V]."""
+    share_BCV = jnp.exp(chunk.logits_BCV - chunk.lse_BC[..., None])
+    if options.z_weight:
+        share_BCV *= 1.0 + 2.0 * options.z_weight * chunk.lse_BC[..., None]
+    slope_BCV = share_BCV - chunk.hits_BCV
+    if options.softcap is not None:
+        slope_BCV *= 1.0 - jnp.square(chunk.logits_BCV / options.softcap)
+    return jnp.where((labels_BC != IGNORE)[..., None], slope_BCV, 0.0)
+
+
+def _head_gradient(x_BCD: jax.Array, slope_BCV: jax.Array, shards: tuple[int, int]) -> jax.Array:
+    """x^T slope of each shard by itself, float32 [G, S, D, V]; of one shard [D, V]."""
+    if shards == (1, 1):  # dims of one would keep the compiler from fusing slope into the product
         return jnp.einsum("bcd,bcv->dv", x_BCD, slope_BCV, preferred_element_type=jnp.float32)
-    x_GTCD, slope_GTCV = (a.reshape(shards, -1, *a.shape[1:]) for a in (x_BCD, slope_BCV))
-    return jnp.einsum("gtcd,gtcv->gdv", x_GTCD, slope_GTCV, preferred_element_type=jnp.float32)
+    G, S = shards
+    x_GTSUD, slope_GTSUV = (a.reshape(G, a.shape[0] // G, S, a.shape[1] // S, a.shape[2]) for a in (x_BCD, slope_BCV))
+    return jnp.einsum("gtsud,gtsuv->gsdv", x_GTSUD, slope_GTSUV, preferred_element_type=jnp.float32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _loss_sum(
-    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None, chunks: int, shards: int
-) -> jax.Array:
-    def chunk(total: jax.Array, part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return total + _chunk_loss(part[0], w_DV, part[1], softcap)[0], None
+def _add(a: Totals, b: Totals) -> Totals:
+    return a[0] + b[0], a[1] + b[1]
 
-    return lax.scan(chunk, jnp.float32(0), (_split(x_BLD, chunks), _split(labels_BL, chunks)))[0]
+
+def _objective(totals: Totals, options: _Options) -> tuple[jax.Array, Totals]:
+    loss, squares = totals
+    return loss + options.z_weight * squares if options.z_weight else loss, totals
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _loss_sum(x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, options: _Options) -> tuple[jax.Array, Totals]:
+    def chunk(totals: Totals, part: tuple[jax.Array, jax.Array]) -> tuple[Totals, None]:
+        return _add(totals, _chunk_loss(part[0], w_DV, part[1], options).totals), None
+
+    parts = _split(x_BLD, options.chunks), _split(labels_BL, options.chunks)
+    return _objective(lax.scan(chunk, (jnp.float32(0), jnp.float32(0)), parts)[0], options)
 
 
 def _forward(
-    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None, chunks: int, shards: int
-) -> tuple[jax.Array, Any]:
+    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, options: _Options
+) -> tuple[tuple[jax.Array, Totals], Any]:
     shift = FLOAT16_SHIFT if x_BLD.dtype == jnp.float16 else 1.0
-    group, names = ((shards,), ("batch", None, "vocab")) if shards > 1 else ((), (None, "vocab"))
+    one = options.shards == (1, 1)
+    # A batch that is one shard here may still be one dim of an outer map.
+    batch = "batch" if options.shards[0] > 1 else None
+    lead, names = ((), ()) if one else (options.shards, (batch, "length"))
 
-    def chunk(carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
-        (total, dw_GDV), (x_BCD, labels_BC) = carry, part
-        loss, logits_BCV, hits_BCV, lse_BC = _chunk_loss(x_BCD, w_DV, labels_BC, softcap)
-        slope_BCV = jnp.exp(logits_BCV - lse_BC[..., None]) - hits_BCV
-        if softcap is not None:
-            slope_BCV *= 1.0 - jnp.square(logits_BCV / softcap)
-        slope_BCV = jnp.where((labels_BC != IGNORE)[..., None], slope_BCV * shift, 0.0).astype(x_BCD.dtype)
+    def chunk(carry: tuple[Totals, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+        (totals, dw_GSDV), (x_BCD, labels_BC) = carry, part
+        made = _chunk_loss(x_BCD, w_DV, labels_BC, options)
+        slope_BCV = (_chunk_slope(made, labels_BC, options) * shift).astype(x_BCD.dtype)
         dx_BCD = jnp.einsum("bcv,dv->bcd", slope_BCV, w_DV, preferred_element_type=jnp.float32) / shift
-        dw_GDV += _head_gradient(x_BCD, slope_BCV, shards) / shift
-        return (total + loss, constrain(dw_GDV, *names)), dx_BCD
+        dw_GSDV += _head_gradient(x_BCD, slope_BCV, options.shards) / shift
+        return (_add(totals, made.totals), constrain(dw_GSDV, *names, None, "vocab")), dx_BCD
 
-    start = (jnp.float32(0), jnp.zeros((*group, *w_DV.shape), jnp.float32))
-    (total, dw_GDV), dx_NBCD = lax.scan(chunk, start, (_split(x_BLD, chunks), _split(labels_BL, chunks)))
-    return total, (
-        _join(dx_NBCD),
-        dw_GDV.sum(0) if group else dw_GDV,
-        jnp.zeros((), x_BLD.dtype),
-        jnp.zeros((), w_DV.dtype),
-    )
+    start = (jnp.float32(0), jnp.float32(0)), jnp.zeros((*lead, *w_DV.shape), jnp.float32)
+    parts = _split(x_BLD, options.chunks), _split(labels_BL, options.chunks)
+    (totals, dw_GSDV), dx_NBCD = lax.scan(chunk, start, parts)
+    dw_DV = dw_GSDV if one else dw_GSDV.sum((0, 1))
+    kept = _join(dx_NBCD), dw_DV, jnp.zeros((), x_BLD.dtype), jnp.zeros((), w_DV.dtype)
+    return _objective(totals, options), kept
 
 
-def _backward(
-    softcap: float | None, chunks: int, shards: int, kept: Any, slope: jax.Array
-) -> tuple[jax.Array, jax.Array, None]:
+def _backward(options: _Options, kept: Any, slopes: tuple[jax.Array, Totals]) -> tuple[jax.Array, jax.Array, None]:
     dx_BLD, dw_DV, x_like, w_like = kept
+    slope, _ = slopes
     return (dx_BLD * slope).astype(x_like.dtype), (dw_DV * slope).astype(w_like.dtype), None
 
 

@@ -6,31 +6,86 @@ B batch, L length, H heads, E head width, P = E/2 pairs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtrain.config import RopeConfig
 
-def frequencies(width: int, theta: float) -> NDArray[np.float32]:
+Frequencies = NDArray[np.float32]
+"""Radians a position of each pair [P]."""
+
+
+def frequencies(width: int, theta: float) -> Frequencies:
     """Radians a position of each of the width/2 pairs: theta ** (-2 i / width)."""
     return (1.0 / theta ** (np.arange(0, width, 2, dtype=np.float64) / width)).astype(np.float32)
 
 
 def llama3_frequencies(
-    plain: NDArray[np.float32], factor: float, low_freq_factor: float, high_freq_factor: float, original_length: int
-) -> NDArray[np.float32]:
+    plain: Frequencies, factor: float, low_freq_factor: float, high_freq_factor: float, original_length: int
+) -> Frequencies:
     """Frequencies stretched as in Llama 3.1: long waves divided by `factor`, short ones kept, a ramp between."""
     turns = original_length * plain.astype(np.float64) / (2 * math.pi)
     kept = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
     return (plain * (kept + (1 - kept) / factor)).astype(np.float32)
 
 
-def tables(positions_BL: jax.Array, frequencies_P: NDArray[np.float32]) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of every position's angle: two float32 [B, L, P]."""
+def yarn_frequencies(
+    plain: Frequencies, factor: float, beta_fast: float, beta_slow: float, original_length: int, theta: float,
+    rounded: bool = True,
+) -> Frequencies:  # fmt: skip
+    """Frequencies stretched as in YaRN (Peng et al. 2023): a ramp over pairs, from kept to divided by `factor`.
+
+    The ramp begins at the pair that turns `beta_fast` times within `original_length` and ends at the one that turns
+    `beta_slow` times; `rounded` widens it to whole pairs, as the authors' code does and gpt-oss does not.
+    """
+    pairs = len(plain)
+    ends = [
+        pairs * math.log(original_length / (turns * 2 * math.pi)) / math.log(theta) for turns in (beta_fast, beta_slow)
+    ]
+    first, last = (math.floor(ends[0]), math.ceil(ends[1])) if rounded else ends
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    # Their code has a ramp of no width climb within a thousandth of a pair.
+    ramp = np.clip((np.arange(pairs) - first) / max(last - first, 1e-3), 0.0, 1.0)
+    return (plain * (1 - ramp + ramp / factor)).astype(np.float32)
+
+
+def yarn_magnitude(factor: float) -> float:
+    """What YaRN multiplies queries and keys by for a stretch by `factor`: 0.1 ln(factor) + 1."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _yarn(r: RopeConfig, plain: Frequencies, rounded: bool = True) -> tuple[Frequencies, float]:
+    stretched = yarn_frequencies(plain, r.factor, r.beta_fast, r.beta_slow, r.original_length, r.theta, rounded)
+    return stretched, yarn_magnitude(r.factor) if r.attention_factor is None else r.attention_factor
+
+
+SCALINGS: dict[str, Callable[[RopeConfig, Frequencies], tuple[Frequencies, float]]] = {
+    "none": lambda r, plain: (plain, 1.0),
+    "linear": lambda r, plain: ((plain / r.factor).astype(np.float32), 1.0),
+    "llama3": lambda r, plain: (
+        llama3_frequencies(plain, r.factor, r.low_freq_factor, r.high_freq_factor, r.original_length),
+        1.0,
+    ),
+    "yarn": _yarn,
+    "yarn_unrounded": lambda r, plain: _yarn(r, plain, rounded=False),
+}
+"""model.rope.scaling -> frequencies and the magnitude of cosines and sines."""
+
+
+def scaled(width: int, config: RopeConfig) -> tuple[Frequencies, float]:
+    """Frequencies of the width/2 pairs, and the magnitude of cosines and sines, as model.rope says."""
+    return SCALINGS[config.scaling](config, frequencies(width, config.theta))
+
+
+def tables(positions_BL: jax.Array, frequencies_P: Frequencies, magnitude: float = 1.0) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of every position's angle, times `magnitude`: two float32 [B, L, P]."""
     angles_BLP = positions_BL[..., None].astype(jnp.float32) * frequencies_P
-    return jnp.cos(angles_BLP), jnp.sin(angles_BLP)
+    cosine_BLP, sine_BLP = jnp.cos(angles_BLP), jnp.sin(angles_BLP)
+    return (cosine_BLP, sine_BLP) if magnitude == 1.0 else (cosine_BLP * magnitude, sine_BLP * magnitude)
 
 
 def rotate(x_BLHE: jax.Array, cosine_BLP: jax.Array, sine_BLP: jax.Array) -> jax.Array:

@@ -160,6 +160,7 @@ def make_report(
     program = read_program(text)
     domain = np.array(answer["domain"])
     links, notes = _links(config)
+    notes.append(f"attention: {answer['attention']}")
     collectives = read_collectives(program, domain, links)
     model = training_flops(config.model, config.data.length)
     tokens = config.train.global_batch * config.data.length / domain.size

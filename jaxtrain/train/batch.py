@@ -4,8 +4,8 @@ Row g of the global batch (the order in which the stream yields rows) is row g /
 The map does not mention processes or devices, so every layout computes the same microbatches from the same rows,
 and any block of the batch dimension that a process holds is one contiguous run of rows.
 
-Where devices share rows, the tokens of a row are stored in zig-zag order (ops/zigzag.py): here, on the host, and nowhere
-else are they moved. What the model computes of a token follows from its segment and position, not from its index.
+Where devices share rows, the tokens of a row are stored in zig-zag order (ops/zigzag.py): they are moved here, on the
+host, and nowhere else. What the model computes of a token follows from its segment and position, not from its index.
 """
 
 from __future__ import annotations
@@ -49,6 +49,17 @@ class BatchPlan:
     def stored(self, length: int) -> int:
         """Tokens of a row of `length` as devices hold it, padding that lets them share it counted."""
         return padded_length(length, self.row_devices, self.row_multiple)
+
+    def show_stored(self, length: int) -> str:
+        """How many tokens of a row of `length` each device holds, and what padding that takes."""
+        stored = self.stored(length)
+        shares = f"{stored // self.row_devices} tokens of each row a device"
+        if stored == length:
+            return shares
+        return (
+            f"{shares}; {length} tokens do not divide and are padded to {stored}: {stored - length} a row, "
+            f"{(stored - length) * self.global_batch:,} an update, not scored"
+        )
 
 
 def plan_batch(

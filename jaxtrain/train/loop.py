@@ -22,6 +22,7 @@ from jaxtrain.data import (
     tokens_read,
 )
 from jaxtrain.launch.distributed import barrier
+from jaxtrain.mesh.rules import show_axes
 from jaxtrain.numerics.counter import counter_int
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.log import Log
@@ -31,7 +32,7 @@ from jaxtrain.train.batch import owned_rows, place
 from jaxtrain.train.run_dir import check_same_run, read_summary, write_run
 from jaxtrain.train.setup import Setup, describe_sharding, resolve
 from jaxtrain.train.state import state_bytes_per_device
-from jaxtrain.train.step import Batch, compile_step
+from jaxtrain.train.step import Batch, compile_step, jit_evaluate
 from jaxtrain.train.use import continue_text, held_out, mean_loss
 
 
@@ -89,6 +90,16 @@ def opening(setup: Setup, corpus: Corpus) -> list[str]:
             f"{phase.length} tokens each"
             for phase, plan in zip(setup.phases, setup.plans, strict=True)
         ),
+        *dict.fromkeys(
+            f"rows lie over {show_axes(setup.layout.length_axes)} in zig-zag order, attention.context "
+            f"{setup.config.attention.context}: {plan.show_stored(phase.length)}"
+            for phase, plan in zip(setup.phases, setup.plans, strict=True)
+            if plan.row_devices > 1
+        ),
+        *(
+            f"attention{f' of rows of {length}' if len(setup.attention) > 1 else ''}: {choice}"
+            for length, choice in setup.attention.items()
+        ),
         f"corpus: {numbers}",
         *(f"layout: {note}" for note in setup.layout.notes),
     ]
@@ -125,7 +136,7 @@ class _Runner:
         self.skipped = 0
         self.resumed_from: int | None = None
         self.evaluations: dict[int, float] = {}
-        self.evaluate = jax.jit(setup.step.evaluate)
+        self.evaluate = jit_evaluate(setup.step)
         self.pending: tuple[int, dict[str, jax.Array], float] | None = None
         self.mark = time.perf_counter()
 

@@ -15,12 +15,23 @@ from pathlib import Path
 
 import jax
 from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh
 
 from jaxtrain.config import ConfigError, nearest
 
 Value = bool | int | float | str
 # Read by jax itself, not by name from the compiler's list.
 LEVELS = {"optimization_level": ["O0", "O1", "O2", "O3"], "memory_fitting_level": ["O0", "O1", "O2", "O3"]}
+
+
+def compiler_options(options: Mapping[str, Value], mesh: Mesh) -> dict[str, Value]:
+    """The options of a run with what its devices need.
+
+    Several CPU devices of one process share threads: collectives that do not wait for one another must run in one
+    order everywhere, or they wait for ever.
+    """
+    several = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+    return {**({"xla_cpu_enable_concurrency_optimized_scheduler": False} if several else {}), **options}
 
 
 def check_options(options: Mapping[str, Value]) -> None:

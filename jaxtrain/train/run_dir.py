@@ -11,10 +11,11 @@ import yaml
 from jaxtrain.config import ConfigError, RunConfig, diff_configs, dump_config, to_tree
 from jaxtrain.observe.files import write_atomic
 
-# Settings that a resumed run may change: where and how it computes, what it shows, how long it goes on.
+# Settings that a resumed run may change: where and how it computes, what it shows, how long it goes on; and how
+# positions turn, which is stretched before longer rows come.
 FREE = ("mesh.", "cluster.", "rules.", "remat.", "observe.", "checkpoint.", "eval.", "train.updates",
         "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "data.allow_changed",
-        "precision.max_skipped")  # fmt: skip
+        "precision.max_skipped", "attention.", "model.rope.")  # fmt: skip
 # ... and what it may change besides when it is told to go on with another corpus.
 FREE_CORPUS = ("data.sources", "data.on_bad_record")
 

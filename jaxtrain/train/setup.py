@@ -21,6 +21,7 @@ from jaxtrain.nn.decoder import check_segments
 from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.numerics.remat import check_remat
+from jaxtrain.ops.attention import Choice, choose_for
 from jaxtrain.optim import build_optimizer, schedule_end
 from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
 from jaxtrain.train.options import check_options
@@ -49,6 +50,8 @@ class Setup:
     plan: BatchPlan
     phases: tuple[Phase, ...]
     plans: tuple[BatchPlan, ...]
+    attention: dict[int, Choice]
+    """Row length -> how its attention is computed, and why."""
     step: Step
 
     @cached_property
@@ -113,9 +116,12 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     check_remat(config.remat, config.model)
     check_segments(config.remat, config.model)
     check_options(config.xla)
+    lengths = dict.fromkeys((config.data.length, *(phase.length for phase in phases)))
+    device, split = topology.devices.flat[0], bool(layout.length_axes)
+    attention = {length: choose_for(config, device, length, split) for length in lengths}
     optimizer = build_optimizer(config.optimizer, model.params)
     step = Step(config, model, optimizer, layout, rules, mesh)
-    return Setup(config, topology, mesh, model, rules, layout, plan, phases, tuple(plans), step)
+    return Setup(config, topology, mesh, model, rules, layout, plan, phases, tuple(plans), attention, step)
 
 
 def _check_further(model: ModelConfig, topology: Topology) -> None:

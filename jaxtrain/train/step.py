@@ -32,9 +32,10 @@ from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_add, counter_float
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.attention import use_attention
-from jaxtrain.ops.loss import IGNORE, cross_entropy
+from jaxtrain.ops.loss import IGNORE, loss_sums
 from jaxtrain.optim import clip_scale, global_norm, learning_rate
 from jaxtrain.train.experts import balanced, expert_metrics, needs_loads
+from jaxtrain.train.options import compiler_options
 from jaxtrain.train.state import State
 
 Batch = dict[str, jax.Array]
@@ -87,8 +88,8 @@ class Step:
             "updates": state["updates"] + apply,
             "tokens": tokens,
         }
-        metrics = {
-            "loss": sums["loss"] / jnp.maximum(scored, 1),
+        metrics: dict[str, jax.Array] = {
+            **{name: sums[name] / jnp.maximum(scored, 1) for name in ("loss", "z_loss") if name in sums},
             "scored_tokens": scored,
             "fill": jnp.mean(batch["segments"] > 0, dtype=jnp.float32),
             "grad_norm": norm,
@@ -176,10 +177,10 @@ class Step:
             weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat, totals
         )
         shards = math.prod(self.mesh.shape[axis] for axis in self._undeferred)
-        softcap = self.config.model.logit_softcap
-        loss, scored = cross_entropy(x_BLD, self.model.head(weights), rows["labels"], softcap, shards)
+        softcap, z_weight = self.config.model.logit_softcap, self.config.train.z_loss
+        loss, sums = loss_sums(x_BLD, self.model.head(weights), rows["labels"], softcap, shards, z_weight)
         # One factor: a float16 cotangent keeps the size of a token's share.
-        objective, sums = loss * (scale / totals["scored"]), {"loss": loss, "scored": scored}
+        objective = loss * (scale / totals["scored"])
         if self.config.model.mtp:
             share, further, layers = self.model.further_loss(weights, x_BLD, rows, self.config.remat, totals, shards)
             objective, sums = objective + scale * share, sums | further
@@ -219,9 +220,15 @@ def _scan(body: Callable[..., Any], carry: Any, xs: Batch) -> Any:
     return lax.scan(body, carry, xs)
 
 
+def jit_evaluate(step: Step) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """`evaluate`, compiled at its first batch."""
+    return jax.jit(step.evaluate, compiler_options=compiler_options({}, step.mesh) or None)
+
+
 def compile_step(step: Step, abstract: State, batch: Batch) -> jax.stages.Compiled:
     """Compile `update` once for these shapes and shardings, with the config's xla options; a mismatch is an error."""
-    return lower_step(step, abstract, batch).compile(compiler_options=dict(step.config.xla) or None)
+    options = compiler_options(step.config.xla, step.mesh)
+    return lower_step(step, abstract, batch).compile(compiler_options=options or None)
 
 
 def lower_step(step: Step, abstract: State, batch: Batch) -> jax.stages.Lowered:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain.config import RulesConfig
 from jaxtrain.mesh.rules import resolve_rules, use_rules
 from jaxtrain.ops import loss
-from jaxtrain.ops.loss import IGNORE, cross_entropy
+from jaxtrain.ops.loss import IGNORE, cross_entropy, loss_sums
 
 
 def plain(x, w, labels, softcap=None):
@@ -57,6 +57,50 @@ def test_uniform_logits_cost_log_vocabulary():
     total, count = cross_entropy(jnp.zeros((2, 4, 3)), jnp.ones((3, 50)), jnp.array([[1, 2, -1, 3], [-1, -1, -1, 9]]))
     np.testing.assert_allclose(total, 4 * math.log(50), rtol=1e-6)
     assert count == 4
+
+
+def test_z_loss_of_uniform_logits():
+    """Logits of 0: logsumexp is log V, so the z-loss is weight x log(V)^2 a token; its slope falls on every logit."""
+    x, labels = jnp.ones((1, 2, 1)), jnp.array([[3, IGNORE]])
+    objective, sums = loss_sums(x, jnp.zeros((1, 50)), labels, z_weight=0.1)
+    np.testing.assert_allclose(sums["z_loss"], 0.1 * math.log(50) ** 2, rtol=1e-6)
+    np.testing.assert_allclose(objective, math.log(50) + sums["z_loss"], rtol=1e-6)
+    np.testing.assert_allclose(sums["loss"], math.log(50), rtol=1e-6)
+    dw = jax.grad(lambda w: loss_sums(x, w, labels, z_weight=0.1)[0])(jnp.zeros((1, 50)))
+    expected = np.full(50, (1 + 0.2 * math.log(50)) / 50)
+    expected[3] -= 1
+    np.testing.assert_allclose(dw[0], expected, rtol=1e-5)
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.sampled_from([1, 8]), st.sampled_from([None, 1.5]), st.integers(0, 99))
+def test_z_loss_values_and_gradients(L, softcap, seed):
+    x, w, labels = inputs(seed, 2, L, 5, 17)
+
+    def reference(x, w):
+        logits = loss.soft_cap(jnp.einsum("bld,dv->blv", x, w), softcap)
+        squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
+        return plain(x, w, labels, softcap) + 0.3 * jnp.sum(jnp.where(labels != IGNORE, squares, 0.0))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "CHUNK_TOKENS", 2)
+        got = jax.value_and_grad(lambda x, w: loss_sums(x, w, labels, softcap, z_weight=0.3)[0], (0, 1))(x, w)
+    agree(got, jax.value_and_grad(reference, (0, 1))(x, w))
+
+
+def test_temporaries_are_linear_in_vocabulary_and_flat_in_length():
+    """Compiler bytes: of the [D, V] gradient and one chunk of logits, never of [B, L, V]."""
+
+    def temporaries(L, V):
+        shapes = [jax.ShapeDtypeStruct((1, L, 8), jnp.float32), jax.ShapeDtypeStruct((8, V), jnp.float32)]
+        step = jax.value_and_grad(lambda x, w, labels: cross_entropy(x, w, labels)[0], (0, 1))
+        compiled = jax.jit(step).lower(*shapes, jax.ShapeDtypeStruct((1, L), jnp.int32)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, wide, long = temporaries(2048, 2048), temporaries(2048, 8192), temporaries(8192, 2048)
+    assert 3 * small < wide < 4.5 * small
+    assert long - small < 4 * 8192 * 8 * 8  # the residual stream's gradient, a few times over
+    assert wide < 4 * 2048 * 8192  # all logits in float32
 
 
 def test_nothing_scored_is_zero_with_zero_gradients():
@@ -131,10 +175,37 @@ def test_batch_shards_reduce_the_head_gradient_once():
     assert reduced_in_a_loop(compiled(1).as_text())  # else the setting has lost its use
 
 
+@pytest.mark.parametrize("batch_shards", [1, 2])
+def test_sharded_length_chunks_each_part_and_reduces_once(batch_shards):
+    """Sequence 4: logits of a chunk are split over it, and the gradient of w is reduced after the last chunk."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 1, 1, 4, 1), ("data", "pipe", "tensor", "seq", "expert"))
+    rules = resolve_rules(
+        RulesConfig(preset=["fsdp"] if batch_shards > 1 else ["ddp"], batch=None if batch_shards == 1 else "data")
+    )
+    x, w, labels = inputs(5, 2, 4160, 16, 128)
+    rows = P("data" if batch_shards > 1 else None, "seq")
+    shardings = tuple(NamedSharding(mesh, spec) for spec in (rows, P(), rows))
+
+    def step(x, w, labels):
+        with use_rules(rules, mesh):
+            return jax.value_and_grad(
+                lambda x, w: loss_sums(x, w, labels, None, batch_shards, 0.1)[0], (0, 1)
+            )(x, w)  # fmt: skip
+
+    compiled = jax.jit(step, in_shardings=shardings).lower(x, w, labels).compile()
+    got = compiled(*map(jax.device_put, (x, w, labels), shardings))
+    agree(got, jax.jit(jax.value_and_grad(lambda x, w: loss_sums(x, w, labels, z_weight=0.1)[0], (0, 1)))(x, w))
+    assert not reduced_in_a_loop(compiled.as_text())
+    largest = max(
+        math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+,128)\]", compiled.as_text())
+    )
+    assert largest <= 2 // batch_shards * 260 * 128  # 1,040 tokens of a part in chunks of 260
+
+
 def reduced_in_a_loop(text):
     """Whether a computation other than the entry reduces a [D, V] array."""
     entry = text.index("ENTRY ")
-    return bool(re.search(r"= f32\[(1,)?16,128\]\S* all-reduce\(", text[:entry]))
+    return bool(re.search(r"= f32\[(1,)*16,128\]\S* all-reduce\(", text[:entry]))
 
 
 def test_mapped_over_replicas_and_scanned():

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain.config import RopeConfig
 from jaxtrain.ops import rope
 
 
@@ -41,6 +42,50 @@ def test_llama3_scaling_leaves_short_waves_and_divides_long_ones():
     np.testing.assert_allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-6)
     between = (wavelength > 8192 / 4) & (wavelength < 8192)
     assert between.any() and (scaled[between] < plain[between]).all() and (scaled[between] > plain[between] / 8).all()
+
+
+def test_linear_scaling_divides_every_frequency():
+    got, magnitude = rope.scaled(8, RopeConfig(scaling="linear", factor=8.0))
+    np.testing.assert_allclose(got, [0.125, 0.0125, 0.00125, 0.000125], rtol=1e-6)
+    assert magnitude == 1.0
+
+
+# transformers 5.24.0, modeling_rope_utils._compute_yarn_parameters: every width/16-th frequency, attention factor.
+@pytest.mark.parametrize(("width", "settings_", "expected", "magnitude"), [
+    (128, {"scaling": "yarn", "factor": 4.0, "original_length": 32_768, "theta": 1e6},
+     [1.0, 0.17782794, 0.031622779, 0.0053753215, 0.00060294115, 4.4456985e-05, 7.9056936e-06, 1.4058534e-06],
+     1.138629436111989),
+    (64, {"scaling": "yarn_unrounded", "factor": 32.0, "original_length": 4096, "theta": 150_000.0},
+     [1.0, 0.225418, 0.050813273, 0.0067949593, 0.00045648392, 1.8188337e-05, 4.0999785e-06, 9.2420896e-07],
+     1.3465735902799727),
+    (64, {"scaling": "yarn", "factor": 40.0, "original_length": 4096, "attention_factor": 1.0},
+     [1.0, 0.31622776, 0.1, 0.026879361, 0.0055000004, 0.00079056941, 2.4999999e-05, 7.9056945e-06], 1.0),
+])  # fmt: skip
+def test_yarn_agrees_with_transformers(width, settings_, expected, magnitude):
+    got, factor = rope.scaled(width, RopeConfig(**settings_))
+    np.testing.assert_allclose(got[:: width // 16], expected, rtol=2e-6)
+    assert factor == pytest.approx(magnitude, rel=1e-12)
+
+
+def test_yarn_keeps_pairs_that_turn_fast_and_divides_those_that_turn_slowly():
+    """The published ends of the ramp: beta_fast and beta_slow turns within the original length (Peng et al. 2023)."""
+    plain = rope.frequencies(128, 10_000.0)
+    scaled = rope.yarn_frequencies(plain, 16.0, 32.0, 1.0, 4096, 10_000.0, rounded=False)
+    turns = 4096 * plain.astype(np.float64) / (2 * math.pi)
+    np.testing.assert_array_equal(scaled[turns >= 32], plain[turns >= 32])
+    np.testing.assert_allclose(scaled[turns <= 1], plain[turns <= 1] / 16, rtol=1e-6)
+    between = (turns > 1) & (turns < 32)
+    # Between the ends the share that is divided grows by the same amount from pair to pair.
+    share = (plain - scaled)[between] / (plain * (1 - 1 / 16))[between]
+    np.testing.assert_allclose(np.diff(share), math.log(10_000.0) / (64 * math.log(32)), rtol=2e-3)
+
+
+def test_the_magnitude_multiplies_cosines_and_sines():
+    positions = jnp.arange(6)[None]
+    plain = rope.tables(positions, rope.frequencies(8, 100.0))
+    larger = rope.tables(positions, rope.frequencies(8, 100.0), rope.yarn_magnitude(4.0))
+    for a, b in zip(larger, plain, strict=True):
+        np.testing.assert_allclose(a, (0.1 * math.log(4) + 1) * b, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -1,0 +1,155 @@
+"""Attention over split rows, each way, against one dense softmax over whole rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from jaxtrain.config import AXES, RulesConfig
+from jaxtrain.mesh.rules import active_axes, resolve_rules, use_rules
+from jaxtrain.ops import context
+from jaxtrain.ops.kernels import Score
+from jaxtrain.ops.zigzag import row_order
+
+L, H, K, E, V = 32, 8, 2, 6, 4
+# A document over every border; one of length 1 before one that ends in a shard's middle, then shards of padding alone;
+# many short ones; padding only.
+SIZES = ([32], [1, 10], [3, 1, 7, 2, 9, 5, 5], [])
+
+
+def places() -> tuple[np.ndarray, np.ndarray]:
+    segments, positions = np.zeros((2, len(SIZES), L), np.int32)
+    for row, sizes in enumerate(SIZES):
+        ends = np.cumsum(sizes, dtype=int)
+        for number, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            segments[row, end - size : end] = number + 1
+            positions[row, end - size : end] = np.arange(size)
+    return segments, positions
+
+
+def inputs(seed: int) -> tuple[jax.Array, ...]:
+    shapes = ((L, H, E), (L, K, E), (L, K, V), (L, H, V))
+    keys = jax.random.split(jax.random.key(seed), 5)
+    rows = (2 * jax.random.normal(key, (len(SIZES), *shape)) for key, shape in zip(keys, shapes, strict=False))
+    return (*rows, jax.random.normal(keys[4], (H,)))
+
+
+def dense(q: Any, k: Any, v: Any, sinks: Any, score: Score) -> jax.Array:
+    """Softmax over whole rows in their own order, from the definition."""
+    segments, positions = places()
+    k, v = (jnp.repeat(x, H // K, axis=2) for x in (k, v))
+    scores = jnp.einsum("blhe,bmhe->bhlm", q, k) * score.scale
+    if score.softcap is not None:
+        scores = score.softcap * jnp.tanh(scores / score.softcap)
+    distance = positions[:, :, None] - positions[:, None, :]
+    seen = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] > 0) & (distance >= 0)
+    if score.window is not None:
+        seen &= distance < int(score.window)
+    weights = jnp.where(seen[:, None], jnp.exp(scores), 0)
+    total = weights.sum(-1) + (0 if sinks is None else jnp.exp(sinks)[:, None])
+    weights = weights / jnp.where(total > 0, total, 1)[..., None]
+    return jnp.einsum("bhlm,bmhv->blhv", weights, v)
+
+
+def split(way: str, mesh: Mesh, score: Score, deferred: bool = False) -> Any:
+    """The same on a mesh, from rows in their own order and back to it."""
+    rules = resolve_rules(RulesConfig(preset=["tensor"]))
+    order = row_order(L, mesh.shape["seq"])
+    back = np.argsort(order)
+    segments, positions = (jnp.asarray(x[:, order]) for x in places())
+
+    def attend(q: Any, k: Any, v: Any, sinks: Any, segments: Any, positions: Any) -> jax.Array:
+        with use_rules(rules, mesh, without=("data",) if deferred else ()):
+            assert active_axes("length") == ("seq",)
+            return context.attend(q, k, v, segments, positions, score, sinks, way)
+
+    def whole(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+        rows = q[:, order], k[:, order], v[:, order], segments, positions
+        if not deferred:
+            return attend(*rows[:3], sinks, *rows[3:])[:, back]
+        q, k, v, *others = (x.reshape(mesh.shape["data"], -1, *x.shape[1:]) for x in rows)
+        run = jax.vmap(attend, in_axes=(0, 0, 0, None, 0, 0), spmd_axis_name="data")
+        return run(q, k, v, sinks, *others).reshape(len(SIZES), L, H, V)[:, back]
+
+    return whole
+
+
+def mesh_of(**sizes: int) -> Mesh:
+    shape = [sizes.get(axis, 1) for axis in AXES]
+    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), AXES)
+
+
+def check(way: str, mesh: Mesh, score: Score, sinks: bool, deferred: bool = False) -> None:
+    *qkv, weight, sinks_H = inputs(0)
+    arguments = (*qkv, sinks_H if sinks else None)
+
+    def both(attend: Any) -> Any:
+        def total(*arguments: Any) -> tuple[jax.Array, jax.Array]:
+            out = attend(*arguments)
+            return jnp.sum(out * weight), out
+
+        numbers = (0, 1, 2, 3) if sinks else (0, 1, 2)
+        (_, out), gradients = jax.jit(jax.value_and_grad(total, numbers, has_aux=True))(*arguments)
+        return (out, *gradients)
+
+    want = both(lambda *a: dense(*a, score))
+    for name, a, b in zip(
+        ("out", "dq", "dk", "dv", "dsinks"), both(split(way, mesh, score, deferred)), want, strict=False
+    ):
+        assert np.isfinite(a).all(), name
+        # A window of one leaves gradients of q and k that are zero in exact arithmetic.
+        assert np.abs(a - b).max() <= 5e-6 * max(np.abs(b).max(), 1), name
+
+
+PLAIN = Score(None, None, E**-0.5)
+WINDOW = Score(jnp.int32(5), 4.0, 0.3)
+CASES = {
+    "seq=2": ({"seq": 2}, PLAIN, False),
+    "seq=8, window, sinks": ({"seq": 8}, WINDOW, True),
+    "seq=4, tensor=2, window, sinks": ({"seq": 4, "tensor": 2}, WINDOW, True),
+    "seq=2, tensor=4, kv heads repeated": ({"seq": 2, "tensor": 4}, PLAIN, False),
+    "seq=4, data=2, sinks": ({"seq": 4, "data": 2}, PLAIN, True),
+}
+QUICK = {
+    ("ring", "seq=8, window, sinks"), ("ring", "seq=2, tensor=4, kv heads repeated"),
+    ("all_gather", "seq=4, tensor=2, window, sinks"), ("ulysses", "seq=4, tensor=2, window, sinks"),
+}  # fmt: skip
+PAIRS = [
+    pytest.param(way, name, marks=() if (way, name) in QUICK else pytest.mark.prove)
+    for way in context.WAYS
+    for name in CASES
+]
+
+
+@pytest.mark.parametrize(("way", "name"), PAIRS)
+def test_values_and_gradients_are_those_of_one_softmax(way: str, name: str) -> None:
+    sizes, score, sinks = CASES[name]
+    check(way, mesh_of(**sizes), score, sinks)
+
+
+@pytest.mark.parametrize("way", ["ring", pytest.param("all_gather", marks=pytest.mark.prove), "ulysses"])
+def test_replicas_kept_apart_by_vmap(way: str) -> None:
+    check(way, mesh_of(seq=4, data=2), PLAIN, sinks=True, deferred=True)
+
+
+def test_few_heads_are_exchanged_in_groups_on_a_ring() -> None:
+    assert context.plan_split("ulysses", ("seq",), 8, 4) == context.Split(("seq",), hops=2, group=4)
+    assert context.plan_split("ulysses", ("seq",), 8, 32).hops == 1
+    assert context.plan_split("ring", ("seq",), 8, 32).group == 1
+
+
+def test_exchange_and_ring_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Eight heads would be exchanged among all eight devices: two groups of four are the same mathematics.
+    monkeypatch.setattr(context.math, "gcd", lambda heads, devices: 4)
+    check("ulysses", mesh_of(seq=8), WINDOW, sinks=True)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("window", [1, 2, 31, 32])
+def test_windows_at_the_borders(window: int) -> None:
+    check("ring", mesh_of(seq=2), Score(window, None, 0.5), sinks=False)
