@@ -20,8 +20,8 @@ setup: .venv/ready-$(ACCELERATOR)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
 
-.venv/ready-cuda12 .venv/ready-cuda13: .venv/ready-cuda%: requirements.txt | .venv/bin/python
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt "jax[cuda$*]==$$(sed -n 's/^jax==\([^ ]*\).*/\1/p' requirements.txt)"
+.venv/ready-cuda12 .venv/ready-cuda13: .venv/ready-cuda%: requirements.txt requirements-gpu.txt | .venv/bin/python
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-gpu.txt "jax[cuda$*]==$$(sed -n 's/^jax==\([^ ]*\).*/\1/p' requirements.txt)"
 	@touch .venv/ready-cpu $@
 
 .venv/ready-dev: requirements-dev.txt | .venv/ready-$(ACCELERATOR)

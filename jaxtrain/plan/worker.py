@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 CUDA_PLUGINS = ("xla_cuda13", "xla_cuda12")
+# The first that knows every card of plan.cards; the library itself is not needed to compile.
+CUDNN_VERSION = 91100
 MEMORY = (
     "peak_memory_in_bytes", "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes",
     "temp_size_in_bytes", "host_argument_size_in_bytes", "host_output_size_in_bytes", "host_temp_size_in_bytes",
@@ -54,6 +56,8 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     jax.config.update("jax_enable_compilation_cache", False)
     config = validate(request["config"])
     devices = compile_only_devices(request)
+    if request["target"] == "cuda":
+        _ask_of(devices[0])
     setup = resolve(config, devices)
     begin = time.perf_counter()
     lowered = lower_step(setup.step, setup.abstract, setup.abstract_batch)
@@ -113,6 +117,9 @@ def _load_cuda_plugin(packages: Path) -> None:
 
     if packages.is_dir():
         sys.path.append(str(packages))
+    for runtime in packages.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"):
+        # Where Mosaic kernels find the symbols that they are linked with.
+        os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
     try:
         found = any(find_spec(f"jax_plugins.{name}") for name in CUDA_PLUGINS)
     except ModuleNotFoundError:
@@ -122,6 +129,21 @@ def _load_cuda_plugin(packages: Path) -> None:
             "compiling for GPUs needs the GPU compiler as a package, which is not installed: run make setup-plan "
             "(135 MB, Linux; no GPU or driver is needed), or use --target cpu, whose memory figure is less exact"
         )
+
+
+def _ask_of(device: Any) -> None:
+    """Attention kernels ask the devices at hand what they can do: here they are told of the described one."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+    from jax.extend import backend
+
+    def version(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    own = version(device.compute_capability)
+    backend.get_default_device = lambda: device
+    cudnn.check_compute_capability = lambda least: own >= version(least)
+    cudnn.is_cuda_compute_capability_equal = lambda other: own == version(other)
+    cudnn.check_cudnn_version = lambda: CUDNN_VERSION
 
 
 def _end_with_parent() -> None:
