@@ -328,7 +328,7 @@ def _border_lines(one: Inspection) -> list[str]:
     kept = f"{model.moe.groups_kept} of {model.moe.groups} groups"
     return [
         f"experts leave their domain: a token sends {crossed.sent:.2f} of its {model.moe.top_k} rows across, "
-        f"{_bytes(int(crossed.sent * a_row))} a device and update, with or without groups (a row a choice, even router)",
+        f"{_bytes(int(crossed.sent * a_row))} a device and update, with or without groups (one row a choice)",
         f"sent once a domain it would be {_bytes(int(crossed.once * a_row))} without group-limited routing and "
         f"{_bytes(int(crossed.once_limited * a_row))} with {kept}",
     ]
