@@ -27,11 +27,13 @@ from jaxtrain.mesh.layout import Layout, bytes_per_device, flatten_paths, local_
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import NO_RULE, Reason, resolve_rules, show_axes, spec_axes
 from jaxtrain.mesh.topology import Topology, build_topology, described_devices
+from jaxtrain.nn.decoder import mixture_layers
 from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.attention import choose_for
 from jaxtrain.optim import build_optimizer
 from jaxtrain.plan.cards import CARDS
+from jaxtrain.train.experts import border, crossing_pairs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -179,7 +181,7 @@ class Inspection:
         for table in (_mesh_table(self), _crossing_table(self), _parameter_table(self), _total_table([self.totals])):
             console.print(table)
         console.print(_reduction_line(self.layout))
-        for note in self.notes:
+        for note in (*self.notes, *_border_lines(self)):
             console.print(f"note: {note}", markup=False)
 
     def diff(self, *others: str | Inspection) -> Difference:
@@ -324,6 +326,26 @@ def _crossing_table(one: Inspection) -> Table:
             crosses = f"{touched}: crosses" if touched > 1 else "1: stays inside"
             table.add_row(axis, str(one.topology.sizes[axis]), crosses, FLOW[axis])
     return table
+
+
+def _border_lines(one: Inspection) -> list[str]:
+    """What an expert group that leaves its domain sends over the border, with and without group-limited routing."""
+    model, sizes, rules = one.config.model, one.topology.sizes, one.layout.rules
+    crossed = border(model, crossing_pairs(one.topology, rules))
+    if crossed is None:
+        return []
+    sharing = {"pipe", *(axis for name in ("batch", "length", "experts") for axis in rules.axes(name))}
+    tokens = one.config.train.global_batch * one.config.data.length / math.prod(sizes[axis] for axis in sharing)
+    row = model.d_model * Precision(one.config.precision).compute.itemsize
+    # There and back, forward and backward.
+    a_row = 4 * row * sum(mixture_layers(model).values()) * tokens
+    kept = f"{model.moe.groups_kept} of {model.moe.groups} groups"
+    return [
+        f"experts leave their domain: a token sends {crossed.sent:.2f} of its {model.moe.top_k} rows across, "
+        f"{_bytes(int(crossed.sent * a_row))} a device and update, with or without groups (one row a choice)",
+        f"sent once a domain it would be {_bytes(int(crossed.once * a_row))} without group-limited routing and "
+        f"{_bytes(int(crossed.once_limited * a_row))} with {kept}",
+    ]
 
 
 def _parameter_table(one: Inspection) -> Table:

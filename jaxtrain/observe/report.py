@@ -152,6 +152,7 @@ LINES: tuple[tuple[str, Callable[[Mapping[str, Any]], str | None]], ...] = (
     ("resumed from", _pattern("resumed_from", "update {:,}")),
     ("checkpoint", _pattern("checkpoint", "{}")),
     ("picture", _pattern("picture", "{}")),
+    ("experts", _pattern("experts_picture", "{}")),
 )
 
 

@@ -10,7 +10,7 @@ from jaxtrain.plan.collectives import Collective
 from jaxtrain.plan.hlo import Instruction, Program
 from jaxtrain.plan.trace import Tracer, Value
 
-RESHARDING = ("all-gather", "all-to-all", "collective-permute", "collective-broadcast", "ragged-all-to-all")
+RESHARDING = ("all-gather", "all-to-all", "collective-permute", "collective-broadcast")
 # Primitives whose own meaning is to move data between devices.
 _ASKED = re.compile(
     r"(sharding_constraint|all_gather\w*|ppermute|all_to_all|ragged_all_to_all|psum\w*|pmax|pmin|pbroadcast"

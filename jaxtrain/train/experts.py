@@ -6,13 +6,16 @@ N mixture layers, X experts, P devices of an expert group.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from math import comb
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config import AXES, Axis, ModelConfig
+from jaxtrain.config import AXES, ModelConfig
+from jaxtrain.mesh.rules import Rules
 from jaxtrain.mesh.topology import Topology
 from jaxtrain.nn.decoder import mixture_layers
 
@@ -65,9 +68,9 @@ def expert_metrics(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     }
 
 
-def crossing_pairs(topology: Topology, axes: tuple[Axis, ...]) -> np.ndarray:
-    """Share of the groups along `axes` in which two members lie in different fast domains, float [P, P]."""
-    order = [AXES.index(axis) for axis in axes]
+def crossing_pairs(topology: Topology, rules: Rules) -> np.ndarray:
+    """Share of the groups that hold the experts in which two members lie in different fast domains, float [P, P]."""
+    order = [AXES.index(axis) for axis in rules.axes("experts") if topology.sizes[axis] > 1]
     groups = np.moveaxis(topology.domain, order, range(len(order)))
     members = groups.reshape(int(np.prod(groups.shape[: len(order)], dtype=int)), -1)
     return np.mean(members[:, None] != members[None], axis=-1)
@@ -79,3 +82,38 @@ def traffic_metrics(traffic_PP: list[list[float]], row_bytes: int, crossing_PP: 
     total = float(rows_PP.sum())
     share = float((rows_PP * crossing_PP).sum()) / total if total else 0.0
     return {"expert_bytes": 4 * total * row_bytes, "expert_crossing_share": share}
+
+
+@dataclass(frozen=True)
+class Border:
+    """Rows that a token of a mixture layer sends to experts in other fast domains, on average over an even router.
+
+    sent: as it is done, a row a choice. once, once_limited: if a token were sent once a domain, without and with the
+    router's limit to groups of experts.
+    """
+
+    sent: float
+    once: float
+    once_limited: float
+
+
+def border(model: ModelConfig, crossing_PP: np.ndarray) -> Border | None:
+    """What crosses where an expert group leaves its domain; None where it stays inside one."""
+    moe, inside = model.moe, 1.0 - float(crossing_PP.mean())
+    if not moe.experts or inside > 1 - 1e-9:
+        return None
+    domains = round(1 / inside)
+
+    def others(groups: int, kept: int) -> float:
+        """Mean number of other domains with a chosen expert: the limit's groups are cut evenly over the domains."""
+        size, own = moe.experts // groups, groups // domains
+        none = sum(
+            comb(own, i) * comb(groups - own, kept - i) / comb(groups, kept)
+            * comb((kept - i) * size, moe.top_k) / comb(kept * size, moe.top_k)
+            for i in range(min(own, kept) + 1)
+        )  # fmt: skip
+        return (domains - 1) * (1 - none)
+
+    once = others(moe.experts, moe.experts)
+    limited = once if moe.groups == moe.groups_kept or moe.groups % domains else others(moe.groups, moe.groups_kept)
+    return Border(moe.top_k * (1 - inside), once, limited)

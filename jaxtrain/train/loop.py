@@ -25,10 +25,12 @@ from jaxtrain.launch.distributed import barrier
 from jaxtrain.mesh.rules import show_axes
 from jaxtrain.numerics.counter import counter_int
 from jaxtrain.observe.environment import environment
+from jaxtrain.observe.experts import draw_experts
 from jaxtrain.observe.log import Log
 from jaxtrain.observe.meter import Meter
 from jaxtrain.observe.report import draw_curve, summary
 from jaxtrain.train.batch import owned_rows, place
+from jaxtrain.train.experts import traffic_metrics
 from jaxtrain.train.run_dir import check_same_run, read_summary, write_run
 from jaxtrain.train.setup import Setup, describe_sharding, resolve
 from jaxtrain.train.state import state_bytes_per_device
@@ -71,6 +73,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
         result = runner.result()
     if primary:
         result["picture"] = str(draw_curve(directory))
+        result["experts_picture"] = draw_experts(directory)
         summary(directory, result, quiet)
     return result
 
@@ -99,6 +102,12 @@ def opening(setup: Setup, corpus: Corpus) -> list[str]:
         *(
             f"attention{f' of rows of {length}' if len(setup.attention) > 1 else ''}: {choice}"
             for length, choice in setup.attention.items()
+        ),
+        *(
+            f"balancing loss over the global batch: each update of {plan.accumulation} microbatches counts the load of "
+            "experts in a forward pass of its own before the first one"
+            for plan in dict.fromkeys(setup.plans)
+            if setup.step.counts_first(plan.accumulation)
         ),
         f"corpus: {numbers}",
         *(f"layout: {note}" for note in setup.layout.notes),
@@ -267,6 +276,7 @@ class _Runner:
         self.skipped += not applied
         row: dict[str, Any] = {"step": step, **values, "tokens_total": self.tokens, "skipped_total": self.skipped}
         row["records_skipped"] = self.corpus.skipped
+        row |= self._experts(step, row.pop("expert_traffic", None), values.get("overflowed", 0))
         meter = self.meters[self.phase]
         row |= meter.update(values["scored_tokens"], elapsed, wait, compiled=step == self.compiled_at + 1)
         if step == 1 and 0 in self.evaluations:
@@ -285,6 +295,17 @@ class _Runner:
                 f"{self.config.precision.max_skipped}): lower optimizer.learning_rate "
                 "or use precision.compute bfloat16"
             )
+
+    def _experts(self, step: int, traffic_PP: list[list[float]] | None, overflowed: int) -> dict[str, float]:
+        """Bytes of an update's traffic between experts; what did not fit a bounded buffer is said aloud."""
+        if traffic_PP is None:
+            return {}
+        if overflowed:
+            self.log.say(
+                f"update {step}: {overflowed:,} choices of experts did not fit the receive buffer and count as zero "
+                f"(model.moe.buffer {self.config.model.moe.buffer}): raise it, or null for the worst case"
+            )
+        return traffic_metrics(traffic_PP, self.setup.expert_row_bytes, self.setup.expert_crossings)
 
     def _evaluate(self, step: int) -> float:
         loss, scored = mean_loss(self.evaluate, self.state["params"], self.held_out)

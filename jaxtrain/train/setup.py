@@ -24,6 +24,7 @@ from jaxtrain.numerics.remat import check_remat
 from jaxtrain.ops.attention import Choice, choose_for
 from jaxtrain.optim import build_optimizer, schedule_end
 from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
+from jaxtrain.train.experts import crossing_pairs
 from jaxtrain.train.options import check_options
 from jaxtrain.train.state import State, abstract_state, create_state, state_bytes_per_device
 from jaxtrain.train.step import Batch, Step
@@ -58,6 +59,16 @@ class Setup:
     def abstract(self) -> State:
         """The train state's shapes and shardings."""
         return abstract_state(self.model, self.step.optimizer, self.config.precision, self.layout, self.mesh)
+
+    @cached_property
+    def expert_row_bytes(self) -> int:
+        """Bytes of a token's row on its way to an expert."""
+        return self.config.model.d_model * self.step.precision.compute.itemsize
+
+    @cached_property
+    def expert_crossings(self) -> np.ndarray:
+        """Share of the expert groups in which two members lie in different fast domains, [P, P]."""
+        return crossing_pairs(self.topology, self.rules)
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:

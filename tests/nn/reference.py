@@ -16,7 +16,7 @@ from jaxtrain.nn.model import Model, build
 
 ROOT = Path(__file__).resolve().parents[1] / "data" / "reference"
 DENSE = ["llama", "llama3_rope", "mistral", "qwen3", "gpt2"]
-MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3"]
+MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 FAMILIES = [*DENSE, *MIXTURES]
 TINY = {"vocab_size": 192, "d_model": 64, "n_layers": 3, "n_heads": 4, "norm_eps": 1e-6}
 LLAMA = {**TINY, "n_kv_heads": 2, "head_dim": 16, "d_ff": 128, "max_length": 256, "rope": RopeConfig(theta=500_000)}
@@ -43,6 +43,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         # The reference's correction bias is a constant of the model.
         "moe": {"experts": 8, "top_k": 3, "d_ff": 32, "shared": 1, "first_dense": 1, "router": "sigmoid_chosen",
                 "scale": 2.5, "groups": 4, "groups_kept": 2, "bias_rate": 0.0},
+    },
+    "gpt_oss": {
+        **LLAMA, "norm_eps": 1e-5, "d_ff": 48, "activation": "swiglu_oss", "rope": RopeConfig(theta=150_000),
+        "qkv_bias": True, "out_bias": True, "mlp_bias": True, "attention_sinks": True, "windows": [16, None],
+        "moe": {"experts": 8, "top_k": 2},
     },
 }  # fmt: skip
 
@@ -75,6 +80,20 @@ LLAMA_TABLE = {
         for theirs, ours in {"experts.*": "", "shared_experts": "shared."}.items()
         for kind in ("gate", "up", "down")
     },
+    # gpt-oss
+    "model.layers.*.mlp.router.weight": "layers.mlp.router.weight",
+    "model.layers.*.mlp.router.bias": "layers.mlp.router.bias",
+    **{
+        f"model.layers.*.mlp.experts.{kind}_proj{theirs}": f"layers.mlp.{kind}.{ours}"
+        for kind in ("gate", "up", "down")
+        for theirs, ours in {"": "weight", "_bias": "bias"}.items()
+    },
+    **{
+        f"model.layers.*.self_attn.{theirs}_proj.bias": f"layers.attention.{ours}.bias"
+        for theirs, ours in {"q": "query", "k": "key", "v": "value", "o": "out"}.items()
+    },
+    "model.layers.*.self_attn.sinks": "layers.attention.sinks",
+    # DeepSeek's latent attention
     "model.layers.*.self_attn.q_a_proj.weight": "layers.attention.query_down.weight",
     "model.layers.*.self_attn.q_a_layernorm.weight": "layers.attention.query_latent_norm.scale",
     "model.layers.*.self_attn.q_b_proj.weight": "layers.attention.query_up.weight",
@@ -112,6 +131,8 @@ def load(family: str) -> Reference:
     tensors = _stack(load_file(ROOT / family / "model.safetensors"), config.moe.first_dense)
     if family == "gpt2":
         tensors = _split_qkv(tensors)
+    if family == "gpt_oss":
+        tensors = _split_gates(tensors)
     if config.mla.kv_rank:
         tensors = {name: _halves(name, tensor, config) for name, tensor in tensors.items()}
     table = {**GPT2_TABLE, **{name: name for name in tensors if name.startswith("layers.")}}
@@ -124,7 +145,7 @@ def load(family: str) -> Reference:
             node, shape = node.setdefault(part, {}), shape[part]
         # torch's Linear is [out, in], and so are routers.
         square = name.startswith("lm_head") or (name.startswith("model.") and tensor.ndim - name.count("*") == 2)
-        transposed = family != "gpt2" and square and "embed" not in name
+        transposed = family != "gpt2" and square and not re.search("embed|bias", name)
         node[path[-1]] = (tensor.swapaxes(-1, -2) if transposed else tensor).reshape(shape[path[-1]].shape)
     arrays = dict(np.load(ROOT / family / "reference.npz"))
     return Reference(model, params, arrays, json.loads((ROOT / family / "reference.json").read_text()))
@@ -156,6 +177,17 @@ def _stack(tensors: dict[str, np.ndarray], first_dense: int) -> dict[str, np.nda
             out[name] = tensor
     stacked = {name: np.stack([rows[i] for i in sorted(rows)]) for name, rows in numbered.items()}
     return out | (_stack(stacked, first_dense) if stacked else {})
+
+
+def _split_gates(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """gpt-oss' joined projections, whose outputs alternate between gate and up."""
+    joined = {name: tensor for name, tensor in tensors.items() if "gate_up_proj" in name}
+    parts = {
+        name.replace("gate_up", kind): tensor[..., start::2]
+        for name, tensor in joined.items()
+        for start, kind in enumerate(("gate", "up"))
+    }
+    return {name: tensor for name, tensor in tensors.items() if name not in joined} | parts
 
 
 def _halves(name: str, tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
