@@ -243,13 +243,7 @@ class Tokenize:
         counts = tokenize(
             load_config(self.config, overrides), self.out, self.format, self.workers or os.cpu_count() or 1
         )
-        if self.json:
-            _print_json(counts)
-        else:
-            for name, value in counts.items():
-                Console().print(
-                    f"{name.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{name}: {value}"
-                )
+        _print_counts(counts, self.json)
         return 0
 
 
@@ -286,6 +280,61 @@ class Data:
         return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class ImportHf:
+    """Make a run of a Hugging Face folder, before its first update: train, eval and generate go on from there."""
+
+    directory: Positional[Annotated[Path, arg(metavar="DIR")]]
+    """Folder with config.json and safetensors."""
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """Run directory to make."""
+    config: str | None = None
+    """YAML file, or the name of a shipped one, for all but the model: data, optimizer, mesh."""
+    ignore: tuple[str, ...] = ()
+    """Keys of config.json that change nothing of the model though its family does not know them."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Join the job, read, write the run."""
+        from jaxtrain.launch.distributed import guard, join
+
+        def body() -> int:
+            from jaxtrain.hub.runs import import_run
+
+            _print_counts(import_run(self.directory, self.run, self.config, overrides, self.ignore), self.json)
+            return 0
+
+        join()
+        return guard(body)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportHf:
+    """Write a run's newest checkpoint as a Hugging Face folder."""
+
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """Run directory."""
+    directory: Positional[Annotated[Path, arg(metavar="DIR")]]
+    """Folder to make."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of every tensor; float32 loses nothing."""
+    max_shard_gb: float = 5.0
+    """Largest safetensors file, in GB (10^9 bytes)."""
+    family: str | None = None
+    """The hub's model_type; default that of the import, else the first that can say the model."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Restore, write."""
+        from jaxtrain.hub.runs import export_run
+
+        at = (self.run, self.directory, self.dtype, self.max_shard_gb, self.family)
+        _print_counts(export_run(*at, overrides), self.json)
+        return 0
+
+
 VERBS = {
     "train": Train,
     "launch": Launch,
@@ -295,6 +344,8 @@ VERBS = {
     "compile": Compile,
     "data": Data,
     "tokenize": Tokenize,
+    "import-hf": ImportHf,
+    "export-hf": ExportHf,
 }
 
 
@@ -339,6 +390,15 @@ def _verbs() -> Any:
 
 def _default_run(config: str) -> Path:
     return Path("runs") / Path(config).stem
+
+
+def _print_counts(counts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(counts)
+        return
+    for name, value in counts.items():
+        text = f"{value:,}" if isinstance(value, int) else str(value)
+        Console().print(f"{name.replace('_', ' ')}: {text}")
 
 
 def _print_json(value: dict[str, Any]) -> None:
