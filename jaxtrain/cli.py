@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg, subcommand
 
-from jaxtrain.config import ConfigError, load_config
+from jaxtrain.config import ConfigError, RunConfig, load_config
 
 _JOIN = "Where process 0 listens, host:port; with --processes and --process-id this process joins the job by hand."
 
@@ -335,6 +335,66 @@ class ExportHf:
         return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Prove on a small model of the same structure that no layout changes the answer; exit 1 names the guilty leaf."""
+
+    config: Positional[Annotated[str | None, arg(metavar="CONFIG")]] = None
+    """YAML file, or the name of a shipped one; none with --reference."""
+    devices: int = 8
+    """Devices, simulated where there are not as many."""
+    layouts: str = "all"
+    """all, file (the configuration's own), or layouts such as 'data=2,tensor=2;tensor=4,rules.preset=[tensor]'."""
+    reference: Path | None = None
+    """Hugging Face folder with reference.npz and reference.json: compare with what PyTorch computed instead."""
+    mesh: str | None = None
+    """Sizes for --reference, such as data=2,tensor=2; default one device."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Prove, print the table."""
+        if (self.config is None) == (self.reference is None):
+            raise ConfigError("verify takes a CONFIG, or --reference DIR: name one of the two")
+        if self.mesh is not None and self.reference is None:
+            raise ConfigError(f"--mesh {self.mesh} is for --reference: say --layouts '{self.mesh}'")
+        from jaxtrain.prove.devices import find_devices
+
+        config = None if self.config is None else load_config(self.config, overrides)
+        devices = find_devices(self.devices)
+        return self._reference(overrides, devices) if config is None else self._layouts(config, devices)
+
+    def _layouts(self, config: RunConfig, devices: list[Any]) -> int:
+        from jaxtrain.prove.show import failures, progress, show_report, to_json
+        from jaxtrain.prove.verify import verify
+
+        errors = Console(stderr=True)
+        with progress(errors, shown=config.observe.progress and errors.is_terminal) as told:
+            report = verify(config, self.layouts, devices, told)
+        if self.json:
+            _print_json(to_json(report))
+        else:
+            show_report(report, Console())
+        for line in failures(report):
+            print(f"jaxtrain: {line}", file=sys.stderr)
+        return 0 if report.passed else 1
+
+    def _reference(self, overrides: Sequence[str], devices: list[Any]) -> int:
+        from jaxtrain.prove.reference import check
+
+        assert self.reference is not None
+        sizes = [f"mesh.{item.strip()}" for item in self.mesh.split(",")] if self.mesh else []
+        result = check(self.reference, [*sizes, *overrides], devices)
+        if self.json:
+            _print_json(result.to_json())
+        else:
+            Console().print(result.table())
+        for row in (row for row in result.rows if not row.passed):
+            text = f"relative error {row.error:.1e}, at most {row.tolerance:.0e} {row.where}".rstrip()
+            print(f"jaxtrain: {row.name}: {text}", file=sys.stderr)
+        return 0 if result.passed else 1
+
+
 VERBS = {
     "train": Train,
     "launch": Launch,
@@ -346,6 +406,7 @@ VERBS = {
     "tokenize": Tokenize,
     "import-hf": ImportHf,
     "export-hf": ExportHf,
+    "verify": Verify,
 }
 
 
