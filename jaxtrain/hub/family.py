@@ -198,19 +198,20 @@ def model_of(settings: Settings) -> ModelConfig:
 def write_model(family: Family, model: ModelConfig, vocabulary: int) -> Json:
     """config.json of a model; raises ConfigError naming the settings that the family has no words for."""
     hub: Json = {"architectures": [family.architecture], "model_type": family.name}
-    for field in family.fields:
-        for key, value in field.write(model).items():
-            both = isinstance(value, dict) and isinstance(hub.get(key), dict)
-            hub[key] = {**hub[key], **value} if both else value
-    hub["vocab_size"] = vocabulary
-    faults = []
     try:
+        for field in family.fields:
+            for key, value in field.write(model).items():
+                both = isinstance(value, dict) and isinstance(hub.get(key), dict)
+                hub[key] = {**hub[key], **value} if both else value
+        hub["vocab_size"] = vocabulary
         back = architecture(model_of(read_model(family, hub)))
     except ConfigError as error:
         raise ConfigError(f"the hub's {family.name} cannot say this model: {error}") from None
-    for name, value in architecture(model).items():
-        if not _equal(value, back.get(name)):
-            faults.append(f"model.{name} {value!r} would be read as {back.get(name)!r}")
+    faults = [
+        f"model.{name} {value!r} would be read as {back.get(name)!r}"
+        for name, value in architecture(model).items()
+        if not _equal(value, back.get(name))
+    ]
     if faults:
         raise ConfigError(f"the hub's {family.name} cannot say this model: {'; '.join(faults)}")
     return hub

@@ -63,7 +63,11 @@ def choice(key: str, name: str, values: Mapping[Any, Any], default: Any = REQUIR
         return {name: values[value]}
 
     def write(model: ModelConfig) -> Json:
-        return {key: next((theirs for theirs, ours in values.items() if ours == setting(model, name)), None)}
+        value = setting(model, name)
+        for theirs, ours in values.items():
+            if ours == value:
+                return {key: theirs}
+        raise ConfigError(f"model.{name} {value!r} is none of {', '.join(map(repr, dict.fromkeys(values.values())))}")
 
     return Field((key,), read, write)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import ml_dtypes  # noqa: F401  bfloat16 for numpy
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -75,7 +74,8 @@ class Folder:
         """Whether two tensors are equal, some rows at a time."""
         if self.shapes[name] != self.shapes[original]:
             return False
-        parts = (slice(start, start + rows) for start in range(0, self.shapes[name][0], rows))
+        size = self.shapes[name][0]
+        parts = (slice(start, min(start + rows, size)) for start in range(0, size, rows))
         return all(np.array_equal(self.read(name, (part,)), self.read(original, (part,))) for part in parts)
 
     def __enter__(self) -> Self:

@@ -47,35 +47,31 @@ def import_run(
     """
     family, hub, settings = describe(directory, tuple(ignore))
     _check_new(run)
-    tree = read_yaml(Path(config)) if config else {}
-    tree["model"] = nested(settings)
-    tokenizer = next((directory / name for name in TOKENIZERS if (directory / name).is_file()), None)
-    named = any(override.startswith("data.tokenizer.path=") for override in overrides)
-    if tokenizer and not named:
-        tree = apply_overrides(tree, [f"data.tokenizer.path={json.dumps(str(tokenizer))}"])
-    parsed = validate(apply_overrides(tree, overrides), source=str(directory))
-    if parsed.data.tokenizer.path is None:
-        raise ConfigError(
-            f"{directory} has neither {' nor '.join(TOKENIZERS)}: name the model's tokenizer with "
-            "--data.tokenizer.path FILE"
-        )
-    setup, corpus = resolve(parsed), prepare(parsed)
+    tree = (read_yaml(Path(config)) if config else {}) | {"model": nested(settings)}
+    own = next((name for name in TOKENIZERS if (directory / name).is_file()), None)
+
+    def parsed(home: Path) -> RunConfig:
+        """The run's configuration while the tokenizer is in `home`."""
+        path = [f"data.tokenizer.path={json.dumps(str((home / own).absolute()))}"] if own else []
+        return validate(_with_tokenizer(apply_overrides(apply_overrides(tree, path), overrides), directory))
+
+    # The run's copy of the tokenizer is there only when all is known to be sound.
+    setup = resolve(parsed(directory))
+    corpus = prepare(setup.config)
     if corpus.tokenizer.vocab_size > hub["vocab_size"]:
         raise ConfigError(
-            f"data.tokenizer.path {parsed.data.tokenizer.path} has token ids up to {corpus.tokenizer.vocab_size - 1}, "
-            f"beyond the {hub['vocab_size']} rows of {directory}: use the model's own tokenizer"
+            f"data.tokenizer.path {setup.config.data.tokenizer.path} has token ids up to "
+            f"{corpus.tokenizer.vocab_size - 1}, beyond the {hub['vocab_size']} rows of {directory}: use the model's "
+            "own tokenizer"
         )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract["params"])
     params = load(directory, family, setup.model, hub["vocab_size"], shardings)
-    if tokenizer and not named:
-        moved = json.dumps(str((run / ORIGIN / tokenizer.name).absolute()))
-        parsed = validate(apply_overrides(apply_overrides(tree, overrides), [f"data.tokenizer.path={moved}"]))
-    _write(directory, run, parsed, setup, corpus, params)
+    _write(directory, run, parsed(run / ORIGIN), setup, corpus, params)
     return {
         "family": family.name,
         "parameters": setup.model.count(),
         "vocabulary": hub["vocab_size"],
-        "padded_rows": parsed.model.vocab_size - hub["vocab_size"],
+        "padded_rows": setup.config.model.vocab_size - hub["vocab_size"],
     }
 
 
@@ -109,6 +105,15 @@ def export_run(
         write_json(half / "config.json", {**said, **special, "dtype": dtype, "torch_dtype": dtype})
         _write_tokenizer(half, origin, tokenizer, special)
     return {"family": chosen.name, "update": step, "dtype": dtype, "vocabulary": vocabulary, **counts}
+
+
+def _with_tokenizer(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    if (tree.get("data") or {}).get("tokenizer", {}).get("path") is None:
+        raise ConfigError(
+            f"{directory} has neither {' nor '.join(TOKENIZERS)}: name the model's tokenizer with "
+            "--data.tokenizer.path FILE"
+        )
+    return tree
 
 
 def _check_new(run: Path) -> None:

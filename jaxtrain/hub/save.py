@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -26,7 +26,7 @@ from jaxtrain.nn.model import Model
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[str, tuple[str, Any]] = {
-    "float32": ("F32", np.float32), "bfloat16": ("BF16", ml_dtypes.bfloat16), "float16": ("F16", np.float16),
+    "float32": ("F32", np.float32), "bfloat16": ("BF16", jnp.bfloat16), "float16": ("F16", np.float16),
 }  # fmt: skip
 
 Claims = list[tuple[Leaf, tuple[int, ...]]]
@@ -130,7 +130,8 @@ def _fetch(params: Mapping[str, jax.Array], dtype: Dtype, name: str, claims: Cla
         kept = tuple(slice(leaf.sizes[letter]) for letter in leaf.row.ours)
         parts.append((leaf.row, whole[kept]))
     out = write(parts, claims[0][0].sizes)
-    cast = out.astype(DTYPES[dtype][1])
+    with np.errstate(over="ignore"):
+        cast = out.astype(DTYPES[dtype][1])
     if not np.isfinite(cast[np.isfinite(out)]).all():
         raise ConfigError(f"{name} has values up to {np.abs(out).max():g}, beyond {dtype}: use --dtype bfloat16")
     return cast

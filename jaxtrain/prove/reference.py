@@ -31,7 +31,7 @@ from jaxtrain.train.step import compile_step
 UNSCORED = -100
 ROWS = 2
 """Rows that a replica computes at once, where nothing else is asked for."""
-TOLERANCES = {"logits": 5e-6, "loss": 2e-6, "gradient norm": 5e-6, "losses of updates": 1e-5,
+TOLERANCES = {"parameters": 0.0, "logits": 5e-6, "loss": 2e-6, "gradient norm": 5e-6, "losses of updates": 1e-5,
               "gradient norms of updates": 1e-4}  # fmt: skip
 MIXTURE = 1e-3
 """Tolerance of what follows an update of a mixture of experts: a near tie of routing may fall the other way."""
@@ -124,6 +124,7 @@ def check(directory: Path, overrides: Sequence[str] = (), devices: list[Any] | N
         directory,
         {str(axis): size for axis, size in setup.topology.sizes.items()},
         (
+            _row("parameters", [setup.model.count()], [numbers["parameters"]]),
             logits,
             _row("loss", [loss], [numbers["loss"]]),
             _row("gradient norm", [norm], [numbers["grad_norm"]]),
