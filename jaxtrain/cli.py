@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
@@ -297,16 +297,13 @@ class ImportHf:
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Join the job, read, write the run."""
-        from jaxtrain.launch.distributed import guard, join
 
-        def body() -> int:
+        def body() -> dict[str, Any]:
             from jaxtrain.hub.runs import import_run
 
-            _print_counts(import_run(self.directory, self.run, self.config, overrides, self.ignore), self.json)
-            return 0
+            return import_run(self.directory, self.run, self.config, overrides, self.ignore)
 
-        join()
-        return guard(body)
+        return _counted(body, self.json)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,12 +324,15 @@ class ExportHf:
     """Print one JSON object on stdout."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
-        """Restore, write."""
-        from jaxtrain.hub.runs import export_run
+        """Join the job, restore, write."""
 
-        at = (self.run, self.directory, self.dtype, self.max_shard_gb, self.family)
-        _print_counts(export_run(*at, overrides), self.json)
-        return 0
+        def body() -> dict[str, Any]:
+            from jaxtrain.hub.runs import export_run
+
+            at = (self.run, self.directory, self.dtype, self.max_shard_gb, self.family)
+            return export_run(*at, overrides)
+
+        return _counted(body, self.json)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -451,6 +451,22 @@ def _verbs() -> Any:
 
 def _default_run(config: str) -> Path:
     return Path("runs") / Path(config).stem
+
+
+def _counted(body: Callable[[], dict[str, Any]], as_json: bool) -> int:
+    """Join the job, run `body` in every process, print its counts in one."""
+    from jaxtrain.launch.distributed import guard, join
+
+    def main() -> int:
+        import jax
+
+        counts = body()
+        if jax.process_index() == 0:
+            _print_counts(counts, as_json)
+        return 0
+
+    join()
+    return guard(main)
 
 
 def _print_counts(counts: dict[str, Any], as_json: bool) -> None:

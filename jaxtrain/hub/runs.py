@@ -102,8 +102,9 @@ def export_run(
     with new_folder(directory) as half:
         counts = save(half, chosen, setup.model, params, vocabulary, dtype, bounds)
         special = {key: hub[key] for key in SPECIAL if key in hub} or _special(tokenizer)
-        write_json(half / "config.json", {**said, **special, "dtype": dtype, "torch_dtype": dtype})
-        _write_tokenizer(half, origin, tokenizer, special)
+        if jax.process_index() == 0:
+            write_json(half / "config.json", {**said, **special, "dtype": dtype, "torch_dtype": dtype})
+            _write_tokenizer(half, origin, tokenizer, special)
     return {"family": chosen.name, "update": step, "dtype": dtype, "vocabulary": vocabulary, **counts}
 
 

@@ -14,13 +14,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config import ConfigError
 from jaxtrain.hub.family import Family, Leaf, copies_of, leaves_of, tensors_of
 from jaxtrain.hub.fields import Json
 from jaxtrain.hub.folder import INDEX, SINGLE
 from jaxtrain.hub.rows import hub_shape, write
+from jaxtrain.launch.distributed import barrier
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.nn.model import Model
 
@@ -53,7 +54,7 @@ def save(
     for name, names in files.items():
         _write_file(directory / name, {key: tensors[key] for key in names}, fetch, DTYPES[dtype][0])
     total = sum(sizes.values())
-    if len(files) > 1:
+    if len(files) > 1 and jax.process_index() == 0:
         where = {key: name for name, names in files.items() for key in names}
         write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
     return {"tensors": len(tensors), "files": len(files), "bytes": total}
@@ -61,18 +62,22 @@ def save(
 
 @contextmanager
 def new_folder(directory: Path) -> Iterator[Path]:
-    """A folder beside `directory` that takes its name when all went well, and vanishes when not.
+    """A folder beside `directory` that takes its name when all went well, and vanishes when not; process 0 makes it.
 
     Raises ConfigError where `directory` is there already and not empty, or cannot be written.
     """
+    primary = jax.process_index() == 0
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         raise ConfigError(f"{directory} is there already: name a folder that is empty or new")
     half = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
-        half.mkdir(parents=True)
+        if primary:
+            half.mkdir(parents=True)
         yield half
-        # Only an empty folder gives way.
-        half.replace(directory)
+        barrier("exported")
+        if primary:
+            # Only an empty folder gives way.
+            half.replace(directory)
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written ({error}): name another folder, or free space") from None
     finally:
@@ -124,9 +129,10 @@ def _fetch(params: Mapping[str, jax.Array], dtype: Dtype, name: str, claims: Cla
     parts = []
     for leaf, place in claims:
         array = params[leaf.path]
-        sharding = array.sharding
-        assert isinstance(sharding, NamedSharding)
-        whole = np.asarray(_pick(sharding.mesh)(array, np.asarray(place, np.int32)))
+        assert isinstance(array.sharding, NamedSharding)
+        # The shards meet on the host; those of other processes come over the network first.
+        spec = PartitionSpec(*array.sharding.spec[len(place) :]) if jax.process_count() == 1 else PartitionSpec()
+        whole = np.asarray(_pick(NamedSharding(array.sharding.mesh, spec))(array, np.asarray(place, np.int32)))
         kept = tuple(slice(leaf.sizes[letter]) for letter in leaf.row.ours)
         parts.append((leaf.row, whole[kept]))
     out = write(parts, claims[0][0].sizes)
@@ -138,9 +144,6 @@ def _fetch(params: Mapping[str, jax.Array], dtype: Dtype, name: str, claims: Cla
 
 
 @lru_cache
-def _pick(mesh: Mesh) -> Any:
-    """The entry of an array at leading indices, whole on every device."""
-    return jax.jit(
-        lambda array, place: array[tuple(place[i] for i in range(place.shape[0]))],
-        out_shardings=NamedSharding(mesh, PartitionSpec()),
-    )
+def _pick(sharding: NamedSharding) -> Any:
+    """The entry of an array at leading indices, in this sharding."""
+    return jax.jit(lambda array, place: array[tuple(place[i] for i in range(place.shape[0]))], out_shardings=sharding)
