@@ -27,8 +27,8 @@ def plain_updates(setup: Setup, bench: Bench, born: Tree, batches: Sequence[Batc
     first, second = ({name: np.zeros(leaf.shape) for name, leaf in params.items()} for _ in range(2))
     tokens, metrics, states = 0, [], []
     for update, batch in enumerate(batches):
-        weights = _like(born["params"], params)
-        gradient, sums = bench.gradients(jax.tree.map(np.float32, weights), batch)
+        weights = jax.tree.map(np.float32, _like(born["params"], params))
+        gradient, sums = bench.gradients({**born, "params": weights}, batch)
         slopes = {name: leaf.astype(np.float64) for name, leaf in flatten_paths(gradient).items()}
         norm = math.sqrt(sum(float(np.sum(leaf**2)) for leaf in slopes.values()))
         clip = min(1.0, (config.clip_norm or math.inf) / norm)

@@ -1,19 +1,19 @@
-"""What one layout computes: gradients of every update at birth, and the updates themselves by the compiled step."""
+"""What one layout computes: the real compiled step, run from birth on each batch and then on all in turn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxtrain.data.packing import Batch
+from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.train.batch import place
 from jaxtrain.train.setup import Setup
-from jaxtrain.train.step import compile_step
+from jaxtrain.train.step import Step, compile_step
 
 Tree = Any
 
@@ -32,46 +32,55 @@ class Outcome:
     moved: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Watched(Step):
+    """The step, whose update also gives out the gradients and sums from which it is made."""
+
+    seen: list[tuple[Tree, Tree]] = field(default_factory=list)
+
+    def gradients(self, params: Tree, batch: Any, scale: Any) -> tuple[Tree, Tree]:
+        """The step's own, remembered while tracing."""
+        self.seen.append(super().gradients(params, batch, scale))
+        return self.seen[-1]
+
+    def update(self, state: Tree, batch: Any) -> tuple[Tree, Tree]:
+        """The step's own, with (metrics, (gradients, sums)) in place of the metrics."""
+        new_state, metrics = super().update(state, batch)
+        return new_state, (metrics, self.seen.pop())
+
+
 class Bench:
-    """The compiled gradients and step of one setup."""
+    """The compiled step of one setup."""
 
     def __init__(self, setup: Setup, scale: float) -> None:
         self._setup, self._scale = setup, np.float32(scale)
-        step, state, batch = setup.step, setup.abstract, setup.abstract_batch
-        gradients = jax.jit(step.gradients).lower(state["params"], batch, self._scale)
-        options = dict(setup.config.xla) or None
-        with ThreadPoolExecutor(1) as other:
-            compiled = other.submit(gradients.compile, options)
-            self._step = compile_step(step, state, batch)
-            self._gradients = compiled.result()
+        watched = Watched(**{part.name: getattr(setup.step, part.name) for part in fields(Step)})
+        self._step = compile_step(watched, setup.abstract, setup.abstract_batch)
 
     def run(self, born: Tree, batches: Sequence[Batch], altered: Batch | None = None) -> Outcome:
-        """Gradients at `born` and updates from it, its loss scale replaced; `altered` is batch 0 randomised."""
-        start = {**born, "scaler": {**born["scaler"], "scale": self._scale}}
-        state = self._place(start)
-        results = [self._gradients_of(state["params"], batch) for batch in batches]
-        moved = () if altered is None else _moved(self._gradients_of(state["params"], altered), results[0])
+        """Gradients at `born` and updates from it; `altered` is batch 0 with what is masked randomised."""
+        births = [self.gradients(born, batch) for batch in batches]
+        moved = () if altered is None else _moved(self.gradients(born, altered), births[0])
         metrics, states = [], []
+        state = self._start(born)
         for batch in batches:
-            state, values = self._step(state, self._batch(batch))
+            state, (values, _) = self._step(state, self._batch(batch))
             metrics.append(jax.device_get(values))
-            states.append(jax.tree.map(np.array, jax.device_get(state)))
-        gradients = [jax.tree.map(lambda g: g / self._scale, gradient) for gradient, _ in results]
-        return Outcome(gradients, [sums for _, sums in results], metrics, states, moved)
+            states.append(_on_host(state))
+        return Outcome([gradient for gradient, _ in births], [sums for _, sums in births], metrics, states, moved)
 
-    def gradients(self, params: Tree, batch: Batch) -> tuple[Tree, Tree]:
-        """Unscaled gradients and sums at host parameters."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._setup.abstract["params"])
-        gradient, sums = self._gradients_of(jax.device_put(params, shardings), batch)
+    def gradients(self, born: Tree, batch: Batch) -> tuple[Tree, Tree]:
+        """Unscaled gradients and sums of a state on the host."""
+        _, (_, seen) = self._step(self._start(born), self._batch(batch))
+        gradient, sums = _on_host(seen)
         return jax.tree.map(lambda g: g / self._scale, gradient), sums
-
-    def _gradients_of(self, params: Tree, batch: Batch) -> tuple[Tree, Tree]:
-        return jax.device_get(self._gradients(params, self._batch(batch), self._scale))
 
     def _batch(self, batch: Batch) -> dict[str, jax.Array]:
         return place(batch, 0, self._setup.plan, self._setup.batch_sharding)
 
-    def _place(self, state: Tree) -> Tree:
+    def _start(self, born: Tree) -> Tree:
+        """The state on its devices, with this bench's loss scale."""
+        state = {**born, "scaler": {**born["scaler"], "scale": self._scale}}
         # Copies: the step donates its state, and a buffer on the CPU may be the array itself.
         return jax.tree.map(
             lambda leaf, like: jax.device_put(np.array(leaf), like.sharding), state, self._setup.abstract
@@ -88,11 +97,12 @@ def newborn(setup: Setup, seed: int = 0) -> Tree:
     return {**state, "params": params}
 
 
+def _on_host(tree: Tree) -> Tree:
+    return jax.tree.map(np.array, jax.device_get(tree))
+
+
 def _moved(got: tuple[Tree, Tree], want: tuple[Tree, Tree]) -> tuple[str, ...]:
-    gradients = jax.tree_util.tree_leaves_with_path(want[0])
-    pairs = [("loss", got[1]["loss"], want[1]["loss"])]
-    pairs += [
-        (jax.tree_util.keystr(path, simple=True, separator="/"), a, b)
-        for a, (path, b) in zip(jax.tree.leaves(got[0]), gradients, strict=True)
-    ]
-    return tuple(name for name, a, b in pairs if not np.array_equal(a, b))
+    pairs = {"loss": (got[1]["loss"], want[1]["loss"])}
+    have = flatten_paths(got[0])
+    pairs |= {name: (have[name], leaf) for name, leaf in flatten_paths(want[0]).items()}
+    return tuple(name for name, (a, b) in pairs.items() if not np.array_equal(a, b))

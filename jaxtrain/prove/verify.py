@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from jaxtrain.prove.layouts import Layout, bare, layout_of, names_of
 from jaxtrain.prove.measure import Bench, Outcome, newborn
 from jaxtrain.prove.rows import Update, hostile_updates, repacked, scrambled
 from jaxtrain.prove.shrink import shrink
-from jaxtrain.train.setup import resolve
+from jaxtrain.train.setup import Setup, resolve
 
 SCALE = 3.0
 """Factor of the loss under a layout; the reference has none."""
@@ -27,6 +28,9 @@ RULE = "one device against AdamW in NumPy"
 """Name of the row that checks clipping, schedule and update rule, which every layout shares."""
 FAST_CPU = {"xla_backend_optimization_level": 0}
 """Compiler options on simulated devices: the same partitioned program, with a shorter way to machine code."""
+
+COMPILERS = 2
+"""Layouts that compile at once."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,24 @@ def verify(
     names, found = names_of(small, layouts), jax.devices() if devices is None else devices
     told(0, len(names) + 1, None)
     proof = Proof(small, found)
-    results: list[Result] = []
-    for name in (RULE, *names):
-        results.append(proof.rule() if name == RULE else proof.layout(name))
-        told(len(results), len(names) + 1, results[-1])
+    results = [proof.rule()]
+    # One layout runs while others compile; two programs at once on the same devices would wait for each other.
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        for compiled in pool.map(proof.compile, names):
+            told(len(results), len(names) + 1, results[-1])
+            results.append(proof.run(compiled))
+    told(len(results), len(names) + 1, results[-1])
     return Report(small, len(found), tuple(results), layouts)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A layout that is ready to run, and the seconds that took."""
+
+    layout: Layout
+    setup: Setup
+    bench: Bench
+    seconds: float
 
 
 class Proof:
@@ -119,20 +136,26 @@ class Proof:
         want = plain_updates(self._reference, self._bench, self._born, batches)
         return self._verdict(RULE, start, self._outcome(tuple(self._updates)), want)
 
-    def layout(self, name: str) -> Result:
-        """One layout against the reference."""
+    def compile(self, name: str) -> Compiled | Result:
+        """One layout's step, or the verdict where there is none."""
         start = time.monotonic()
         try:
             laid = layout_of(self._config, name, len(self._devices))
             setup = resolve(self._fast(laid.config), self._devices[: laid.devices])
-            updates = self._laid(laid)
-            bench = Bench(setup, SCALE)
-            got = bench.run(self._born, *self._batches(setup.plan.global_batch, updates))
+            return Compiled(laid, setup, Bench(setup, SCALE), time.monotonic() - start)
         except ConfigError as error:
             return Result(name, "refused", time.monotonic() - start, reason=str(error))
         except Exception as error:  # a layout that breaks the compiler is a finding like any other
             return Result(name, "failed", time.monotonic() - start, reason=f"{type(error).__name__}: {error}")
-        return self._verdict(name, start, got, self._outcome(updates))
+
+    def run(self, compiled: Compiled | Result) -> Result:
+        """One layout against the reference."""
+        if isinstance(compiled, Result):
+            return compiled
+        start = time.monotonic() - compiled.seconds
+        updates = self._laid(compiled.layout)
+        got = compiled.bench.run(self._born, *self._batches(compiled.setup.plan.global_batch, updates))
+        return self._verdict(compiled.layout.name, start, got, self._outcome(updates))
 
     def _laid(self, laid: Layout) -> tuple[Update, ...]:
         data = laid.config.data
