@@ -14,7 +14,7 @@ Settings = dict[str, Any]
 """Dotted model setting -> value."""
 
 REQUIRED: Any = object()
-NEIGHBOURS = {"full_attention": False, "sliding_attention": True}
+SLIDES = {"full_attention": False, "sliding_attention": True}
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ def layer_windows(switch: bool) -> Field:
         narrow = [i >= after if switch else i % 2 == 0 for i in range(layers)]
         types = hub.get("layer_types") or ["sliding_attention" if yes else "full_attention" for yes in narrow]
         for kind in types:
-            if kind not in NEIGHBOURS:
-                raise ConfigError(f"config.json: layer_types has {kind!r}, only {', '.join(NEIGHBOURS)} can be read")
-        return {"windows": shortest_period([window if NEIGHBOURS[kind] else None for kind in types])}
+            if kind not in SLIDES:
+                raise ConfigError(f"config.json: layer_types has {kind!r}, only {', '.join(SLIDES)} can be read")
+        return {"windows": shortest_period([window if SLIDES[kind] else None for kind in types])}
 
     def write(model: ModelConfig) -> Json:
         windows = windows_of(model)

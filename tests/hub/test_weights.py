@@ -171,7 +171,7 @@ def test_sharded_files_and_their_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama3_rope"])
-@pytest.mark.parametrize("rows", [193, 256])
+@pytest.mark.parametrize("rows", [193, 200, 256])
 def test_padded_rows_are_zero_and_never_leave(name: str, rows: int, tmp_path: Path) -> None:
     family, plain, vocabulary = opened(ROOT / name)
     model = build(plain.config.model_copy(update={"vocab_size": rows}))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from folders import DENSE, ROOT, tensors_in, write_folder
 
+from jaxtrain.cli import main
 from jaxtrain.config import ConfigError
 from jaxtrain.prove.reference import ReferenceResult, batch_of, check
 
@@ -88,6 +89,18 @@ def test_one_altered_number_fails_and_is_pointed_at(tmp_path: Path) -> None:
     places = {row.name: row.where for row in result.rows}
     assert places["logits"] == "row 5, position 7, entry 11"
     assert places["losses of updates"] == "update 5 of 12"
+
+
+def test_the_verb_ends_with_the_verdict(tmp_path: Path, capsys: Any) -> None:
+    assert main(["verify", "--reference", str(ROOT / "llama"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"] is True
+    shutil.copytree(ROOT / "llama", tmp_path / "a")
+    numbers = json.loads((ROOT / "llama" / "reference.json").read_text())
+    (tmp_path / "a" / "reference.json").write_text(json.dumps(numbers | {"loss": 5.5, "parameters": 1}))
+    assert main(["verify", "--reference", str(tmp_path / "a")]) == 1
+    captured = capsys.readouterr()
+    assert "NO" in captured.out
+    assert "jaxtrain: loss: relative error" in captured.err and "jaxtrain: parameters: relative error" in captured.err
 
 
 def test_not_a_number_fails(tmp_path: Path) -> None:
