@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxtrain.data.packing import Batch
 from jaxtrain.mesh.layout import flatten_paths
+from jaxtrain.mesh.param import Param
 from jaxtrain.train.batch import place
 from jaxtrain.train.setup import Setup
 from jaxtrain.train.step import Step, compile_step
@@ -88,13 +89,18 @@ class Bench:
 
 
 def newborn(setup: Setup, seed: int = 0) -> Tree:
-    """A state on the host in which no parameter is 0 or 1 throughout: what multiplies by such hides what it does."""
-    state = jax.device_get(setup.create_state())
-    rng = np.random.default_rng(seed)
-    params = jax.tree.map(
-        lambda leaf: (leaf + 0.05 * rng.standard_normal(leaf.shape)).astype(leaf.dtype), state["params"]
-    )
-    return {**state, "params": params}
+    """A state on the host in which no parameter is 0 or 1 throughout: what multiplies by such hides what it does.
+
+    Weights are N(0, init_std**2), scales 1 and everything else 0, give or take N(0, 0.05**2).
+    """
+    rng, std = np.random.default_rng(seed), setup.config.model.init_std
+    means = {"scale": (1.0, 0.05), "bias": (0.0, 0.05), "sinks": (0.0, 0.05), "correction": (0.0, 0.05)}
+
+    def draw(path: Any, param: Param) -> np.ndarray:
+        mean, spread = means.get(path[-1].key, (0.0, std))
+        return (mean + spread * rng.standard_normal(param.shape)).astype(np.float32)
+
+    return _on_host(setup.adopt_state(jax.tree_util.tree_map_with_path(draw, setup.model.params)))
 
 
 def _on_host(tree: Tree) -> Tree:
