@@ -23,8 +23,8 @@ class RopeConfig(Section):
 
     theta: float = Field(10_000.0, gt=0)
     """Base of the geometric series of wavelengths."""
-    scaling: Literal["none", "linear", "llama3", "yarn"] = "none"
-    """How frequencies are stretched for longer context."""
+    scaling: Literal["none", "linear", "llama3", "yarn", "yarn_unrounded"] = "none"
+    """How frequencies are stretched for longer context; yarn_unrounded: its ramp may begin between pairs (gpt-oss)."""
     factor: float = Field(8.0, gt=0)
     """linear: all frequencies are divided by this; llama3, yarn: low ones."""
     low_freq_factor: float = Field(1.0, gt=0)

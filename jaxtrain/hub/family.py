@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from jaxtrain.config import ConfigError, ModelConfig, nearest, validate
-from jaxtrain.hub.fields import Field, Json, Settings, setting, windows_of
+from jaxtrain.hub.fields import KINDS, SCALINGS, Field, Json, Settings, setting, windows_of
 from jaxtrain.hub.rows import ROTARY, Row, Span, hub_shape
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import Param
@@ -226,16 +226,13 @@ def architecture(model: ModelConfig) -> Settings:
     flat["moe.d_ff"] = model.moe.d_ff or model.d_ff
     flat["moe.bias_rate"] = model.moe.bias_rate is not None
     flat["mla.v_dim"] = model.mla.v_dim or model.width_of_head
-    unused = {
-        "rope.": model.positions != "rope", "moe.": not model.moe.experts, "mla.": not model.mla.kv_rank,
-    }  # fmt: skip
-    scaled = {"none": (), "linear": ("factor",)}.get(model.rope.scaling)
+    unused = {"rope.": model.positions != "rope", "moe.": not model.moe.experts, "mla.": not model.mla.kv_rank}
+    rope = {"theta", "scaling", *SCALINGS[KINDS[model.rope.scaling][0]].values()}
     return {
         name: value for name, value in flat.items()
         if name not in FREE
         and not any(name.startswith(part) for part, gone in unused.items() if gone)
-        and (scaled is None or not name.startswith("rope.") or name in {"rope.theta", "rope.scaling"}
-             or name.removeprefix("rope.") in scaled)
+        and not (name.startswith("rope.") and name.removeprefix("rope.") not in rope)
     }  # fmt: skip
 
 

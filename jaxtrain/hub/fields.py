@@ -85,20 +85,28 @@ def rope(theta: float) -> Field:
         if unknown or said.get("partial_rotary_factor", 1) != 1:
             names = ", ".join(sorted(unknown or {"partial_rotary_factor"}))
             raise ConfigError(f"config.json: rope parameters of {kind} have {names}: a model with them cannot be read")
-        out = {"rope.theta": base, "rope.scaling": "none" if kind == "default" else kind}
+        rounded = said.get("truncate", True)
+        out = {"rope.theta": base, "rope.scaling": next(ours for ours, at in KINDS.items() if at == (kind, rounded))}
         out |= {f"rope.{ours}": said[key] for key, ours in SCALINGS[kind].items() if said.get(key) is not None}
-        return out | (_yarn(hub, said, base) if kind == "yarn" else {})
+        mscale, over_all = said.get("mscale"), said.get("mscale_all_dim")
+        if kind == "yarn" and said.get("attention_factor") is None and mscale and over_all:
+            factor = said["factor"]
+            out["rope.attention_factor"] = yarn_growth(factor, mscale) / yarn_growth(factor, over_all)
+        return out
 
     def write(model: ModelConfig) -> Json:
-        kind = "default" if model.rope.scaling == "none" else model.rope.scaling
+        kind, rounded = KINDS[model.rope.scaling]
         values = {key: getattr(model.rope, ours) for key, ours in SCALINGS[kind].items()}
         if kind == "yarn":
-            values["truncate"] = False
+            values["truncate"] = rounded
         return {"rope_theta": model.rope.theta, "rope_scaling": {"rope_type": kind, **values} if values else None}
 
     return Field(("rope_theta", "rope_scaling", "rope_parameters"), read, write)
 
 
+# model.rope.scaling -> the hub's rope_type, and whether YaRN's ramp is rounded to whole pairs.
+KINDS = {"none": ("default", True), "linear": ("linear", True), "llama3": ("llama3", True), "yarn": ("yarn", True),
+         "yarn_unrounded": ("yarn", False)}  # fmt: skip
 SCALINGS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"factor": "factor"},
@@ -119,22 +127,6 @@ EXTRA_ROPE = {kind: {"partial_rotary_factor"} for kind in SCALINGS} | {
 def yarn_growth(factor: float, mscale: float = 1.0) -> float:
     """How much attention is sharpened when context is stretched by `factor` (YaRN, Peng et al. 2023, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def _yarn(hub: Json, said: Json, base: float) -> Settings:
-    out: Settings = {}
-    mscale, over_all = said.get("mscale"), said.get("mscale_all_dim")
-    if said.get("attention_factor") is None and mscale and over_all:
-        out["rope.attention_factor"] = yarn_growth(said["factor"], mscale) / yarn_growth(said["factor"], over_all)
-    if said.get("truncate", True):
-        # The hub rounds the first and last pair of the ramp to whole ones: the betas that lie exactly there.
-        width = hub.get("qk_rope_head_dim") or hub.get("head_dim") or hub["hidden_size"] // hub["num_attention_heads"]
-        length = said["original_max_position_embeddings"]
-        for name, fallback, whole in (("beta_fast", 32.0, math.floor), ("beta_slow", 1.0, math.ceil)):
-            turns = said.get(name) or fallback
-            pair = whole(width * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(base)))
-            out[f"rope.{name}"] = length / (2 * math.pi * base ** (2 * pair / width))
-    return out
 
 
 def one_window() -> Field:

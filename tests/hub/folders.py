@@ -17,7 +17,7 @@ from jaxtrain.nn.model import Model, build
 
 ROOT = Path(__file__).resolve().parents[1] / "data" / "reference"
 DENSE = ["llama", "llama3_rope", "mistral", "qwen2", "qwen3", "gpt2"]
-MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss_yarn"]
 
 
 def tensors_in(folder: Path) -> dict[str, np.ndarray]:

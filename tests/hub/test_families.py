@@ -73,7 +73,8 @@ def test_settings_of_the_reference_models() -> None:
     )
     assert opened(ROOT / "mistral")[1].config.windows == [16]
     assert opened(ROOT / "qwen2")[1].config.windows == [None, 16, 16]
-    assert opened(ROOT / "gpt_oss")[1].config.windows == [16, None]
+    gpt_oss = opened(ROOT / "gpt_oss_yarn")[1].config
+    assert (gpt_oss.windows, gpt_oss.rope.scaling, gpt_oss.rope.original_length) == ([16, None], "yarn_unrounded", 32)
     deepseek = opened(ROOT / "deepseek_v3")[1].config
     assert deepseek.mla == MlaConfig(kv_rank=32, q_rank=48, rope_dim=8, v_dim=16)
     assert deepseek.moe == MoeConfig(
@@ -136,9 +137,7 @@ def test_yarn_of_deepseek_is_told_in_our_words_and_back() -> None:
     # The numbers of the published formula: mscale / mscale = 1; (0.1 ln 40 + 1)^2 / sqrt(24).
     assert model.rope.attention_factor == pytest.approx(1.0)
     assert model.attention_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(24))
-    # The ramp's ends are whole pairs: width 8, log(4096 / 64 pi) / log(10^4) * 4 = 1.31 -> 1, and 2.81 -> 3.
-    for beta, pair in ((model.rope.beta_fast, 1), (model.rope.beta_slow, 3)):
-        assert 4 * math.log(4096 / (beta * 2 * math.pi)) / math.log(10_000) == pytest.approx(pair)
+    assert model.rope.scaling == "yarn"
     again = architecture(model_of(read_model(family, write_model(family, model, 192))))
     for key, value in architecture(model).items():
         assert again[key] == (pytest.approx(value) if isinstance(value, float) else value), key
