@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
@@ -15,7 +15,7 @@ import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg, subcommand
 
-from jaxtrain.config import ConfigError, load_config
+from jaxtrain.config import ConfigError, RunConfig, load_config
 
 _JOIN = "Where process 0 listens, host:port; with --processes and --process-id this process joins the job by hand."
 
@@ -242,13 +242,7 @@ class Tokenize:
         counts = tokenize(
             load_config(self.config, overrides), self.out, self.format, self.workers or os.cpu_count() or 1
         )
-        if self.json:
-            _print_json(counts)
-        else:
-            for name, value in counts.items():
-                Console().print(
-                    f"{name.replace('_', ' ')}: {value:,}" if isinstance(value, int) else f"{name}: {value}"
-                )
+        _print_counts(counts, self.json)
         return 0
 
 
@@ -285,6 +279,121 @@ class Data:
         return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class ImportHf:
+    """Make a run of a Hugging Face folder, before its first update: train, eval and generate go on from there."""
+
+    directory: Positional[Annotated[Path, arg(metavar="DIR")]]
+    """Folder with config.json and safetensors."""
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """Run directory to make."""
+    config: str | None = None
+    """YAML file, or the name of a shipped one, for all but the model: data, optimizer, mesh."""
+    ignore: tuple[str, ...] = ()
+    """Keys of config.json that change nothing of the model though its family does not know them."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Join the job, read, write the run."""
+
+        def body() -> dict[str, Any]:
+            from jaxtrain.hub.runs import import_run
+
+            return import_run(self.directory, self.run, self.config, overrides, self.ignore)
+
+        return _counted(body, self.json)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportHf:
+    """Write a run's newest checkpoint as a Hugging Face folder."""
+
+    run: Positional[Annotated[Path, arg(metavar="RUN")]]
+    """Run directory."""
+    directory: Positional[Annotated[Path, arg(metavar="DIR")]]
+    """Folder to make."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Dtype of every tensor; float32 loses nothing."""
+    max_shard_gb: float = 5.0
+    """Largest safetensors file, in GB (10^9 bytes)."""
+    family: str | None = None
+    """The hub's model_type; default that of the import, else the first that can say the model."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Join the job, restore, write."""
+
+        def body() -> dict[str, Any]:
+            from jaxtrain.hub.runs import export_run
+
+            at = (self.run, self.directory, self.dtype, self.max_shard_gb, self.family)
+            return export_run(*at, overrides)
+
+        return _counted(body, self.json)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Prove on a small model of the same structure that no layout changes the answer; exit 1 names the guilty leaf."""
+
+    config: Positional[Annotated[str | None, arg(metavar="CONFIG")]] = None
+    """YAML file, or the name of a shipped one; none with --reference."""
+    devices: int = 8
+    """Devices, simulated where there are not as many."""
+    layouts: str = "all"
+    """all, file (the configuration's own), or layouts such as 'data=2,tensor=2;tensor=4,rules.preset=[tensor]'."""
+    reference: Path | None = None
+    """Hugging Face folder with reference.npz and reference.json: compare with what PyTorch computed instead."""
+    mesh: str | None = None
+    """Sizes for --reference, such as data=2,tensor=2; default one device."""
+    json: bool = False
+    """Print one JSON object on stdout."""
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Prove, print the table."""
+        if (self.config is None) == (self.reference is None):
+            raise ConfigError("verify takes a CONFIG, or --reference DIR: name one of the two")
+        if self.mesh is not None and self.reference is None:
+            raise ConfigError(f"--mesh {self.mesh} is for --reference: say --layouts '{self.mesh}'")
+        from jaxtrain.prove.devices import find_devices
+
+        config = None if self.config is None else load_config(self.config, overrides)
+        devices = find_devices(self.devices)
+        return self._reference(overrides, devices) if config is None else self._layouts(config, devices)
+
+    def _layouts(self, config: RunConfig, devices: list[Any]) -> int:
+        from jaxtrain.prove.show import failures, progress, show_report, to_json
+        from jaxtrain.prove.verify import verify
+
+        errors = Console(stderr=True)
+        with progress(errors, shown=config.observe.progress and errors.is_terminal) as told:
+            report = verify(config, self.layouts, devices, told)
+        if self.json:
+            _print_json(to_json(report))
+        else:
+            show_report(report, Console())
+        for line in failures(report):
+            print(f"jaxtrain: {line}", file=sys.stderr)
+        return 0 if report.passed else 1
+
+    def _reference(self, overrides: Sequence[str], devices: list[Any]) -> int:
+        from jaxtrain.prove.reference import check
+
+        assert self.reference is not None
+        sizes = [f"mesh.{item.strip()}" for item in self.mesh.split(",")] if self.mesh else []
+        result = check(self.reference, [*sizes, *overrides], devices)
+        if self.json:
+            _print_json(result.to_json())
+        else:
+            Console().print(result.table())
+        for row in (row for row in result.rows if not row.passed):
+            text = f"relative error {row.error:.1e}, at most {row.tolerance:.0e} {row.where}".rstrip()
+            print(f"jaxtrain: {row.name}: {text}", file=sys.stderr)
+        return 0 if result.passed else 1
+
+
 VERBS = {
     "train": Train,
     "launch": Launch,
@@ -294,6 +403,9 @@ VERBS = {
     "compile": Compile,
     "data": Data,
     "tokenize": Tokenize,
+    "import-hf": ImportHf,
+    "export-hf": ExportHf,
+    "verify": Verify,
 }
 
 
@@ -338,6 +450,31 @@ def _verbs() -> Any:
 
 def _default_run(config: str) -> Path:
     return Path("runs") / Path(config).stem
+
+
+def _counted(body: Callable[[], dict[str, Any]], as_json: bool) -> int:
+    """Join the job, run `body` in every process, print its counts in one."""
+    from jaxtrain.launch.distributed import guard, join
+
+    def main() -> int:
+        import jax
+
+        counts = body()
+        if jax.process_index() == 0:
+            _print_counts(counts, as_json)
+        return 0
+
+    join()
+    return guard(main)
+
+
+def _print_counts(counts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        _print_json(counts)
+        return
+    for name, value in counts.items():
+        text = f"{value:,}" if isinstance(value, int) else str(value)
+        Console().print(f"{name.replace('_', ' ')}: {text}")
 
 
 def _print_json(value: dict[str, Any]) -> None:

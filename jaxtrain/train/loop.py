@@ -31,7 +31,7 @@ from jaxtrain.observe.meter import Meter
 from jaxtrain.observe.report import draw_curve, summary
 from jaxtrain.train.batch import owned_rows, place
 from jaxtrain.train.experts import traffic_metrics
-from jaxtrain.train.run_dir import check_same_run, read_summary, write_run
+from jaxtrain.train.run_dir import check_same_run, checkpoint_meta, read_summary, write_run
 from jaxtrain.train.setup import Setup, describe_sharding, resolve
 from jaxtrain.train.state import state_bytes_per_device
 from jaxtrain.train.step import Batch, compile_step, jit_evaluate
@@ -314,18 +314,8 @@ class _Runner:
         return loss
 
     def _save(self) -> None:
-        meta = {
-            "step": self.done,
-            "updates": int(self.state["updates"]),
-            "tokens": self.tokens,
-            "skipped": self.skipped,
-            "seed": self.config.train.seed,
-            "corpus": self.corpus.fingerprint,
-            "tokenizer": self.corpus.tokenizer_fingerprint,
-            "mesh": self.setup.topology.sizes,
-            "config": to_tree(self.config),
-            "environment": environment(),
-        }
+        sizes, updates = self.setup.topology.sizes, int(self.state["updates"])
+        meta = checkpoint_meta(self.config, sizes, self.corpus, self.done, updates, self.tokens, self.skipped)
         self.checkpoints.save(self.done, self.state, gather_json(self.stream.get_state()), meta)
 
     def _check_meta(self, meta: dict[str, Any]) -> None:

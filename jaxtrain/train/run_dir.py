@@ -8,7 +8,9 @@ from typing import Any
 
 import yaml
 
-from jaxtrain.config import ConfigError, RunConfig, diff_configs, dump_config, to_tree
+from jaxtrain.config import Axis, ConfigError, RunConfig, diff_configs, dump_config, to_tree
+from jaxtrain.data import Corpus
+from jaxtrain.observe.environment import environment
 from jaxtrain.observe.files import write_atomic
 
 # Settings that a resumed run may change: where and how it computes, what it shows, how long it goes on; and how
@@ -26,6 +28,24 @@ def write_run(directory: Path, config: RunConfig, sharding: dict[str, Any], envi
     write_atomic(directory / "config.yaml", dump_config(config).encode())
     write_atomic(directory / "environment.json", json.dumps(environment, indent=1).encode())
     write_atomic(directory / "sharding.json", json.dumps(sharding, indent=1).encode())
+
+
+def checkpoint_meta(
+    config: RunConfig, sizes: dict[Axis, int], corpus: Corpus, step: int, updates: int, tokens: int, skipped: int
+) -> dict[str, Any]:
+    """What a checkpoint says beside its state: where the run stands, and what it must find again to go on."""
+    return {
+        "step": step,
+        "updates": updates,
+        "tokens": tokens,
+        "skipped": skipped,
+        "seed": config.train.seed,
+        "corpus": corpus.fingerprint,
+        "tokenizer": corpus.tokenizer_fingerprint,
+        "mesh": sizes,
+        "config": to_tree(config),
+        "environment": environment(),
+    }
 
 
 def check_same_run(directory: Path, config: RunConfig) -> list[str]:

@@ -26,7 +26,7 @@ from jaxtrain.optim import build_optimizer, schedule_end
 from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
 from jaxtrain.train.experts import crossing_pairs
 from jaxtrain.train.options import check_options
-from jaxtrain.train.state import State, abstract_state, create_state, state_bytes_per_device
+from jaxtrain.train.state import State, abstract_state, adopt_state, create_state, state_bytes_per_device
 from jaxtrain.train.step import Batch, Step
 
 UNTRAINABLE = {
@@ -94,6 +94,10 @@ class Setup:
         return create_state(
             self.model, self.step.optimizer, self.config.precision, self.abstract, self.config.train.seed
         )
+
+    def adopt_state(self, params: Any) -> State:
+        """The state before the first update of given weights, which are in their shards."""
+        return adopt_state(params, self.step.optimizer, self.config.precision, self.abstract)
 
 
 def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:

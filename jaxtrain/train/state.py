@@ -29,7 +29,11 @@ def new_state(
     model: Model, optimizer: optax.GradientTransformation, precision: PrecisionConfig, key: jax.Array
 ) -> State:
     """A state before the first update; traced inside jit so that each leaf is born in its shards."""
-    params = model.init(key)
+    return state_of(model.init(key), optimizer, precision)
+
+
+def state_of(params: Any, optimizer: optax.GradientTransformation, precision: PrecisionConfig) -> State:
+    """A state before the first update, of given weights."""
     return {
         "params": params,
         "opt": optimizer.init(params),
@@ -66,6 +70,19 @@ def create_state(
     return jax.jit(lambda key: new_state(model, optimizer, precision, key), out_shardings=shardings)(
         jax.random.key(seed)
     )
+
+
+def adopt_state(
+    params: Any, optimizer: optax.GradientTransformation, precision: PrecisionConfig, abstract: State
+) -> State:
+    """The state before the first update of weights that are in their shards already; they are not copied."""
+    shardings = {name: jax.tree.map(lambda leaf: leaf.sharding, part) for name, part in abstract.items()}
+
+    def rest(params: Any) -> State:
+        return {name: part for name, part in state_of(params, optimizer, precision).items() if name != "params"}
+
+    del shardings["params"]
+    return {"params": params, **jax.jit(rest, out_shardings=shardings)(params)}
 
 
 def state_bytes_per_device(abstract: State) -> dict[str, int]:

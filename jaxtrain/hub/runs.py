@@ -1,0 +1,184 @@
+"""The verbs: a hub's folder becomes a run before its first update, a run's newest weights become a hub's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.checkpoint import Checkpoints, gather_json
+from jaxtrain.config import ConfigError, RunConfig, load_config, validate
+from jaxtrain.config.load import apply_overrides, read_yaml
+from jaxtrain.data import Corpus, TextTokenizer, open_stream, prepare, resolve_virtual_shards, shards_of_rows
+from jaxtrain.data.corpus import cache_of, list_sources, tokenizer_of
+from jaxtrain.hub.families import FAMILIES, family_of
+from jaxtrain.hub.family import Family, nested, write_model
+from jaxtrain.hub.fields import Json
+from jaxtrain.hub.folder import read_json
+from jaxtrain.hub.load import describe, load
+from jaxtrain.hub.save import Dtype, new_folder, save, write_json
+from jaxtrain.launch.distributed import barrier
+from jaxtrain.observe.environment import environment
+from jaxtrain.train.batch import owned_rows
+from jaxtrain.train.run_dir import checkpoint_meta, write_run
+from jaxtrain.train.setup import Setup, describe_sharding, resolve
+
+ORIGIN = "hub"
+"""Folder of a run that holds the small files of the model it was imported from."""
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+SMALL = (*TOKENIZERS, "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+         "chat_template.jinja")  # fmt: skip
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def import_run(
+    directory: Path, run: Path, config: str | None = None, overrides: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Make `run` a run of the model in `directory` before its first update; returns what was read.
+
+    `config` names everything but the model (and the tokenizer, where the folder has one). Raises ConfigError where the
+    folder, the configuration or the data do not fit; nothing is written before all weights are read.
+    """
+    family, hub, settings = describe(directory, tuple(ignore))
+    _check_new(run)
+    tree = (read_yaml(Path(config)) if config else {}) | {"model": nested(settings)}
+    own = next((name for name in TOKENIZERS if (directory / name).is_file()), None)
+
+    def parsed(home: Path) -> RunConfig:
+        """The run's configuration while the tokenizer is in `home`."""
+        path = [f"data.tokenizer.path={json.dumps(str((home / own).absolute()))}"] if own else []
+        return validate(_with_tokenizer(apply_overrides(apply_overrides(tree, path), overrides), directory))
+
+    # The run's copy of the tokenizer is there only when all is known to be sound.
+    setup = resolve(parsed(directory))
+    corpus = prepare(setup.config)
+    if corpus.tokenizer.vocab_size > hub["vocab_size"]:
+        raise ConfigError(
+            f"data.tokenizer.path {setup.config.data.tokenizer.path} has token ids up to "
+            f"{corpus.tokenizer.vocab_size - 1}, beyond the {hub['vocab_size']} rows of {directory}: use the model's "
+            "own tokenizer"
+        )
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract["params"])
+    params = load(directory, family, setup.model, hub["vocab_size"], shardings)
+    _write(directory, run, parsed(run / ORIGIN), setup, corpus, params)
+    return {
+        "family": family.name,
+        "parameters": setup.model.count(),
+        "vocabulary": hub["vocab_size"],
+        "padded_rows": setup.config.model.vocab_size - hub["vocab_size"],
+    }
+
+
+def export_run(
+    run: Path,
+    directory: Path,
+    dtype: Dtype = "float32",
+    max_shard_gb: float = 5.0,
+    family: str | None = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Write a run's newest intact weights as a hub's folder; returns counts.
+
+    Rows of the vocabulary that the imported model did not have are left out. Raises ConfigError where no family's
+    table can say the model, or `directory` is there already.
+    """
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"{run} is not a run (it has no config.yaml): name the --run directory of a training")
+    config = load_config(run / "config.yaml", overrides)
+    origin = run / ORIGIN
+    hub = read_json(origin / "config.json") if (origin / "config.json").is_file() else {}
+    vocabulary = hub.get("vocab_size", config.model.vocab_size)
+    chosen, said = _say(config, vocabulary, family or hub.get("model_type"))
+    setup = resolve(config)
+    tokenizer = tokenizer_of(config, list_sources(config.data, cache_of(config.data)), cache_of(config.data))
+    step, params = _weights(run, config, setup, tokenizer)
+    bounds = max(math.floor(max_shard_gb * 1e9), 1)
+    with new_folder(directory) as half:
+        counts = save(half, chosen, setup.model, params, vocabulary, dtype, bounds)
+        special = {key: hub[key] for key in SPECIAL if key in hub} or _special(tokenizer)
+        if jax.process_index() == 0:
+            write_json(half / "config.json", {**said, **special, "dtype": dtype, "torch_dtype": dtype})
+            _write_tokenizer(half, origin, tokenizer, special)
+    return {"family": chosen.name, "update": step, "dtype": dtype, "vocabulary": vocabulary, **counts}
+
+
+def _with_tokenizer(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+    if (tree.get("data") or {}).get("tokenizer", {}).get("path") is None:
+        raise ConfigError(
+            f"{directory} has neither {' nor '.join(TOKENIZERS)}: name the model's tokenizer with "
+            "--data.tokenizer.path FILE"
+        )
+    return tree
+
+
+def _check_new(run: Path) -> None:
+    if run.is_file() or (run.is_dir() and any(run.iterdir())):
+        raise ConfigError(f"{run} is there already: name a run directory that is empty or new")
+
+
+def _write(directory: Path, run: Path, config: RunConfig, setup: Setup, corpus: Corpus, params: Any) -> None:
+    """The run directory and its checkpoint at update 0, which holds a fresh optimizer and the data's first place."""
+    primary = jax.process_index() == 0
+    barrier("imported")
+    if primary:
+        write_run(run, config, describe_sharding(setup), environment())
+        (run / ORIGIN).mkdir()
+        for name in SMALL:
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, run / ORIGIN / name)
+    first = setup.phases[0]
+    shards = resolve_virtual_shards(config.data, *(phase.global_batch for phase in setup.phases))
+    lo, hi = owned_rows(setup.plans[0], setup.batch_sharding, first.length)
+    stream = open_stream(corpus.train, config, shards_of_rows(lo, hi, first.global_batch, shards))
+    meta = checkpoint_meta(config, setup.topology.sizes, corpus, step=0, updates=0, tokens=0, skipped=0)
+    with contextlib.closing(Checkpoints(run / "checkpoints", config.checkpoint)) as checkpoints:
+        checkpoints.save(0, setup.adopt_state(params), gather_json(stream.get_state()), meta)
+        checkpoints.wait()
+
+
+def _say(config: RunConfig, vocabulary: int, name: str | None) -> tuple[Family, Json]:
+    """The family that has words for the model, and its config.json; without a name the first that has."""
+    if name is not None:
+        family = family_of(name)
+        return family, write_model(family, config.model, vocabulary)
+    reasons = []
+    for family in FAMILIES.values():
+        try:
+            return family, write_model(family, config.model, vocabulary)
+        except ConfigError as error:
+            reasons.append(f"\n  {error}")
+    raise ConfigError(f"no family of the hub can say this model:{''.join(reasons)}")
+
+
+def _weights(run: Path, config: RunConfig, setup: Setup, tokenizer: TextTokenizer) -> tuple[int, Any]:
+    with contextlib.closing(Checkpoints(run / "checkpoints", config.checkpoint)) as checkpoints:
+        found = checkpoints.restore(setup.abstract)
+    if found is None:
+        raise ConfigError(f"{run} has no checkpoint yet: train it first")
+    if found.meta["tokenizer"] != tokenizer.fingerprint:
+        raise ConfigError(f"the tokenizer of {run} is not the one it was trained with: restore data.tokenizer.path")
+    return found.step, found.state["params"]
+
+
+def _special(tokenizer: TextTokenizer) -> Json:
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+
+
+def _write_tokenizer(directory: Path, origin: Path, tokenizer: TextTokenizer, special: Json) -> None:
+    """tokenizer.json and what generation needs: the files that came with the model, or new ones."""
+    for name in SMALL:
+        if name != "config.json" and (origin / name).is_file():
+            shutil.copyfile(origin / name, directory / name)
+    (directory / TOKENIZERS[0]).write_text(tokenizer.json, encoding="utf-8")
+    if not (directory / "generation_config.json").exists():
+        write_json(directory / "generation_config.json", special)
+    if not (directory / "tokenizer_config.json").exists():
+        ends = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
+        words = {name: tokenizer.inner.id_to_token(end) for name, end in ends.items() if end is not None}
+        write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **words})

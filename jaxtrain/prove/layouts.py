@@ -1,0 +1,136 @@
+"""The layouts that a proof tries, as a table of text; the same text is what `--layouts` takes.
+
+A layout is a list of items `axis=size` and `section.key=value`. Axes that it does not name are 1; data, where it is
+not named, takes the devices that are left. A layout without an item of `rules` shards what the tensor axis can.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from jaxtrain.config import AXES, ConfigError, RunConfig, replace, to_tree, validate
+
+FILE = "file"
+"""Name of the configuration's own layout."""
+
+DENSE = (
+    "data=1, train.accumulation=4, remat.policy=full",
+    "data=-1",
+    "data=-1, train.accumulation=2",
+    "data=4, train.accumulation=4",
+    "data=-1, rules.preset=[zero1], train.accumulation=2",
+    "data=-1, rules.preset=[zero2]",
+    "data=4, rules.preset=[zero2], train.accumulation=4",
+    "data=-1, rules.preset=[fsdp]",
+    "data=4, rules.preset=[fsdp], train.accumulation=4, remat.policy=full",
+    "data=2, tensor=4, rules.preset=[hybrid_fsdp]",
+    "tensor=2, rules.preset=[tensor]",
+    "tensor=4, rules.preset=[tensor], train.accumulation=2",
+    "data=1, tensor=4, rules.preset=[tensor]",
+    "tensor=8, rules.preset=[tensor]",
+    "tensor=4, rules.preset=[tensor_sequence]",
+    "tensor=2, rules.preset=[zero1,tensor_sequence], train.accumulation=4",
+    "tensor=2, rules.preset=[zero2,tensor], train.accumulation=4, remat.policy=dots",
+    "tensor=2, rules.preset=[fsdp,tensor], train.accumulation=2, remat.policy=full, remat.every=2",
+    "data=2, tensor=2, rules.preset=[fsdp,tensor_sequence], train.accumulation=4",
+    "data=2, remat.policy=dots",
+    "data=2, remat.policy=names, remat.names=[qkv,mlp_hidden]",
+    "data=2, data.packing=first_fit",
+    "data=2, data.packing=best_fit, rules.preset=[fsdp]",
+    "data=2, data.packing=concat, train.accumulation=2",
+    "data=2, data.packing=none, train.global_batch=64, train.accumulation=2",
+)
+BACKENDS = (
+    "data=2, attention.backend=xla",
+    "data=2, attention.backend=tokamax",
+    "data=2, attention.backend=cudnn",
+)
+SEQUENCE = (
+    "seq=2",
+    "data=1, seq=8",
+    "seq=4, attention.context=all_gather",
+    "seq=2, attention.context=ulysses",
+    "seq=2, rules.preset=[zero2], train.accumulation=2, remat.policy=full",
+    "tensor=2, seq=2, rules.preset=[fsdp,tensor_sequence]",
+    "tensor=2, seq=2, attention.context=ulysses, train.accumulation=2",
+)
+PIPELINE = (
+    "pipe=2, train.accumulation=4, pipeline.schedule=gpipe",
+    "pipe=2, train.accumulation=4, pipeline.schedule=1f1b",
+    "pipe=2, train.accumulation=4, pipeline.schedule=interleaved, remat.policy=full",
+    "pipe=2, train.accumulation=4, pipeline.schedule=zero_bubble",
+    "data=2, pipe=4, train.accumulation=8, rules.preset=[zero1]",
+    "pipe=2, tensor=2, rules.preset=[zero2,tensor_sequence], train.accumulation=4",
+    "pipe=2, seq=2, train.accumulation=4",
+    "pipe=2, tensor=2, seq=2, train.accumulation=4, pipeline.schedule=interleaved",
+)
+EXPERTS = (
+    "expert=2",
+    "data=1, expert=8, train.accumulation=2",
+    "expert=4, rules.preset=[zero2], train.accumulation=2",
+    "expert=2, rules.preset=[fsdp], remat.policy=full",
+    "tensor=2, expert=2, rules.preset=[fsdp,tensor]",
+    "seq=2, expert=2, train.accumulation=2",
+    "pipe=2, expert=2, train.accumulation=4",
+    "tensor=2, seq=2, expert=2, rules.preset=[tensor_sequence]",
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout's name, its configuration and how many devices it takes."""
+
+    name: str
+    config: RunConfig
+    devices: int
+
+
+def names_of(config: RunConfig, asked: str = "all") -> list[str]:
+    """`all`: every layout that the model has a use for, the configuration's own first; else those of the text."""
+    if asked == "all":
+        return [FILE, *DENSE, *BACKENDS, *SEQUENCE, *PIPELINE, *(EXPERTS if config.model.moe.experts else ())]
+    names = [name.strip() for name in asked.split(";") if name.strip()]
+    if not names:
+        raise ConfigError(f"--layouts {asked!r} names no layout: use all, file, or 'data=2,tensor=2;tensor=4'")
+    return names
+
+
+def layout_of(config: RunConfig, name: str, devices: int) -> Layout:
+    """One layout of a shrunk configuration on at most `devices` devices; raises ConfigError where it cannot be."""
+    laid = _own(config, devices) if name == FILE else _named(config, name)
+    sizes = laid.mesh.sizes
+    needed = devices if -1 in sizes.values() else math.prod(sizes.values())
+    if needed > devices:
+        raise ConfigError(f"layout {name!r} takes {needed} devices, there are {devices}: raise --devices")
+    return Layout(name, laid, needed)
+
+
+def _own(config: RunConfig, devices: int) -> RunConfig:
+    """The configuration's own mesh made small: each axis of more than one device has 2, data the rest."""
+    used = [axis for axis, size in config.mesh.sizes.items() if size != 1 and axis != "data"]
+    rest = devices // 2 ** len(used) if config.mesh.data != 1 else 1
+    if rest == 0:
+        raise ConfigError(f"mesh axes {', '.join(used)} of 2 take {2 ** len(used)} devices, not {devices}")
+    return replace(config, f"mesh.data={rest}", *(f"mesh.{axis}=2" for axis in used))
+
+
+def _named(config: RunConfig, name: str) -> RunConfig:
+    items = [item.strip() for item in re.split(r",(?![^\[]*\])", name)]
+    faulty = [item for item in items if not re.fullmatch(r"[a-z_0-9.]+=.+", item)]
+    if faulty:
+        raise ConfigError(f"layout item {faulty[0]!r} is not axis=size or section.key=value")
+    overrides = ["mesh." + item if item.partition("=")[0] in AXES else item for item in items]
+    if not any(item.startswith("rules.") for item in overrides):
+        wide = any(item.startswith("mesh.tensor=") and item != "mesh.tensor=1" for item in overrides)
+        overrides.append(f"rules.preset=[{'tensor' if wide else 'ddp'}]")
+    return replace(bare(config), *overrides)
+
+
+def bare(config: RunConfig) -> RunConfig:
+    """The configuration without its own layout: one microbatch, nothing sharded, nothing recomputed."""
+    tree = to_tree(config)
+    kept = {name: tree[name] for name in ("model", "data", "precision", "optimizer", "eval")}
+    rules = {"replicated_limit": config.rules.replicated_limit}
+    return validate({**kept, "rules": rules, "train": {**tree["train"], "accumulation": 1}})

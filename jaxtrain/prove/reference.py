@@ -1,0 +1,208 @@
+"""verify --reference: a Hugging Face folder with what PyTorch computed from it, against the trainer on any mesh.
+
+The folder holds config.json and safetensors, reference.npz (input_ids, labels [B, L] with logits [B, L, V];
+train_inputs, train_labels [U, B, L] with train_loss, train_grad_norm [U]) and reference.json (loss, grad_norm and
+AdamW's numbers). Labels equal the inputs, -100 is not scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.table import Table
+
+from jaxtrain.config import ConfigError, RunConfig, validate
+from jaxtrain.config.load import apply_overrides
+from jaxtrain.data import IGNORE, Batch
+from jaxtrain.hub.family import nested
+from jaxtrain.hub.folder import read_json
+from jaxtrain.hub.load import describe, load
+from jaxtrain.mesh.rules import use_rules
+from jaxtrain.train.batch import place
+from jaxtrain.train.setup import Setup, resolve
+from jaxtrain.train.step import compile_step
+
+UNSCORED = -100
+ROWS = 2
+"""Rows that a replica computes at once, where nothing else is asked for."""
+TOLERANCES = {"parameters": 0.0, "logits": 5e-6, "loss": 2e-6, "gradient norm": 5e-6, "losses of updates": 1e-5,
+              "gradient norms of updates": 1e-4}  # fmt: skip
+MIXTURE = 1e-3
+"""Tolerance of what follows an update of a mixture of experts: a near tie of routing may fall the other way."""
+
+
+@dataclass(frozen=True)
+class ReferenceRow:
+    """One comparison: the worst relative error and where it is, what was computed there and what should have been."""
+
+    name: str
+    got: float
+    want: float
+    error: float
+    tolerance: float
+    where: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance; no number is beyond it."""
+        return bool(self.error <= self.tolerance)
+
+
+@dataclass(frozen=True)
+class ReferenceResult:
+    """The rows of one folder on one mesh."""
+
+    directory: Path
+    mesh: dict[str, int]
+    rows: tuple[ReferenceRow, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every row did."""
+        return all(row.passed for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        rows = [{**asdict(row), "passed": row.passed} for row in self.rows]
+        return {"directory": str(self.directory), "mesh": self.mesh, "passed": self.passed, "rows": rows}
+
+    def table(self) -> Table:
+        """The rows to print."""
+        sizes = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items() if size > 1) or "one device"
+        table = Table(title=f"{self.directory.name} on {sizes}")
+        for name in ("", "here", "reference", "relative error", "at most", "", "pass"):
+            table.add_column(name)
+        for row in self.rows:
+            cells = [
+                row.name,
+                f"{row.got:.8g}",
+                f"{row.want:.8g}",
+                f"{row.error:.1e}",
+                f"{row.tolerance:.0e}",
+                row.where,
+            ]
+            table.add_row(*cells, "yes" if row.passed else "[red]NO")
+        return table
+
+
+def check(directory: Path, overrides: Sequence[str] = (), devices: list[Any] | None = None) -> ReferenceResult:
+    """Compare logits, loss, gradient norm and the training curve of a folder; on one device, or as overrides say.
+
+    overrides: section.key=value, such as mesh.data=2 or rules.preset=[fsdp,tensor]. Raises ConfigError where the
+    folder is incomplete or the layout impossible.
+    """
+    family, hub, settings = describe(directory)
+    numbers, arrays = read_json(directory / "reference.json"), _arrays(directory / "reference.npz")
+    config = _config(nested(settings), numbers, arrays, overrides)
+    setup = resolve(config, _devices(config, devices))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract["params"])
+    params = load(directory, family, setup.model, hub["vocab_size"], shardings)
+    later = MIXTURE if config.model.moe.experts else 0.0
+    logits = _logits(setup, params, batch_of(arrays["input_ids"], arrays["labels"]), arrays["logits"])
+    step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
+
+    def update(state: Any, inputs: np.ndarray, labels: np.ndarray) -> tuple[Any, float, float]:
+        batch = place(batch_of(inputs, labels), 0, setup.plan, setup.batch_sharding)
+        state, metrics = step(state, batch)
+        return state, float(metrics["loss"]), float(metrics["grad_norm"])
+
+    state = setup.adopt_state(params)
+    # The step donates its state.
+    _, loss, norm = update(jax.tree.map(jnp.copy, state), arrays["input_ids"], arrays["labels"])
+    curve = []
+    for inputs, labels in zip(arrays["train_inputs"], arrays["train_labels"], strict=True):
+        state, *values = update(state, inputs, labels)
+        curve.append(values)
+    losses, norms = np.array(curve).T
+    return ReferenceResult(
+        directory,
+        {str(axis): size for axis, size in setup.topology.sizes.items()},
+        (
+            _row("parameters", [setup.model.count()], [numbers["parameters"]]),
+            logits,
+            _row("loss", [loss], [numbers["loss"]]),
+            _row("gradient norm", [norm], [numbers["grad_norm"]]),
+            _row("losses of updates", losses, arrays["train_loss"], "update", later),
+            _row("gradient norms of updates", norms, arrays["train_grad_norm"], "update", later),
+        ),
+    )
+
+
+def batch_of(inputs_BL: np.ndarray, labels_BL: np.ndarray) -> Batch:
+    """The hub's rows, one document each, as a batch: labels are those of the next token here."""
+    targets_BL = np.full_like(labels_BL, IGNORE)
+    targets_BL[:, :-1] = np.where(labels_BL[:, 1:] == UNSCORED, IGNORE, labels_BL[:, 1:])
+    positions_BL = np.broadcast_to(np.arange(inputs_BL.shape[1]), inputs_BL.shape)
+    fields = {
+        "tokens": inputs_BL, "labels": targets_BL, "positions": positions_BL, "segments": np.ones_like(inputs_BL),
+    }  # fmt: skip
+    return {name: np.ascontiguousarray(field, np.int32) for name, field in fields.items()}
+
+
+def _config(
+    model: dict[str, Any], numbers: dict[str, Any], arrays: dict[str, np.ndarray], overrides: Sequence[str]
+) -> RunConfig:
+    train = numbers["train"]
+    updates, rows, length = arrays["train_inputs"].shape
+    cut = any(override.startswith(("train.microbatch=", "train.accumulation=")) for override in overrides)
+    tree = {
+        "model": model,
+        "mesh": {"data": 1},
+        "rules": {"replicated_limit": 10**9},
+        "data": {"length": length, "tokenizer": {"vocab_size": 1}},
+        "train": {"updates": updates, "global_batch": rows, **({} if cut else {"microbatch": ROWS})},
+        "optimizer": {
+            "name": "adamw", "learning_rate": train["lr"], "schedule": "constant", "beta1": train["betas"][0],
+            "beta2": train["betas"][1], "eps": train["eps"], "weight_decay": train["weight_decay"],
+            "clip_norm": train["clip"],
+        },
+    }  # fmt: skip
+    return validate(apply_overrides(tree, overrides), source=f"reference {numbers.get('family', '')}".strip())
+
+
+def _devices(config: RunConfig, devices: list[Any] | None) -> list[Any]:
+    """The first devices that the mesh needs; all where an axis takes what is left."""
+    found = jax.devices() if devices is None else devices
+    sizes = list(config.mesh.sizes.values())
+    return found if -1 in sizes else found[: int(np.prod(sizes))]
+
+
+def _logits(setup: Setup, params: Any, rows: Batch, want_BLV: np.ndarray) -> ReferenceRow:
+    def microbatch(batch: Any) -> jax.Array:
+        with use_rules(setup.rules, setup.mesh):
+            return setup.model.logits(params, batch["tokens"], batch["positions"], batch["segments"])
+
+    placed = place(rows, 0, setup.plan, setup.batch_sharding)
+    got_ABLV = np.asarray(jax.jit(lambda batch: jax.lax.map(microbatch, batch))(placed))
+    # Row g of the batch is row g // A of microbatch g mod A.
+    got_BLV = got_ABLV.swapaxes(0, 1).reshape(want_BLV.shape)
+    difference = np.abs(got_BLV - want_BLV)
+    at = np.unravel_index(difference.argmax(), want_BLV.shape)
+    error = float(difference[at] / np.abs(want_BLV).max())
+    where = f"row {at[0]}, position {at[1]}, entry {at[2]}"
+    return ReferenceRow("logits", float(got_BLV[at]), float(want_BLV[at]), error, TOLERANCES["logits"], where)
+
+
+def _row(name: str, got: Any, want: Any, where: str = "", loosest: float = 0.0) -> ReferenceRow:
+    values, wanted = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    errors = np.abs(values - wanted) / np.abs(wanted)
+    at = int(errors.argmax())
+    place = f"{where} {at + 1} of {len(errors)}" if where else ""
+    tolerance = max(TOLERANCES[name], loosest)
+    return ReferenceRow(name, float(values[at]), float(wanted[at]), float(errors[at]), tolerance, place)
+
+
+def _arrays(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path) as found:
+            return dict(found)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is not a readable file of arrays ({error}): see docs/hub.md for what it holds"
+        ) from None

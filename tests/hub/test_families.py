@@ -1,0 +1,230 @@
+"""The tables against files that transformers wrote: every tensor is claimed once, config.json comes back as it was."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from folders import DENSE, MIXTURES, ROOT, opened, tensors_in
+
+from jaxtrain.config import ConfigError, ModelConfig, RopeConfig, load_config
+from jaxtrain.config.settings import MlaConfig, MoeConfig
+from jaxtrain.hub.families import FAMILIES, family_of
+from jaxtrain.hub.family import (
+    architecture,
+    check_tensors,
+    leaves_of,
+    model_of,
+    read_model,
+    tensors_of,
+    write_model,
+)
+from jaxtrain.mesh.layout import flatten_paths
+
+
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+def test_every_tensor_is_claimed_exactly_once(name: str) -> None:
+    family, model, vocabulary = opened(ROOT / name)
+    leaves = leaves_of(family, model, vocabulary)
+    tensors = {key: array.shape for key, array in tensors_in(ROOT / name).items()}
+    check_tensors(family, leaves, tensors)
+    claimed = tensors_of(leaves)
+    assert claimed.keys() == tensors.keys()
+    # Several parameters share a tensor only as its parts, each once.
+    for claims in claimed.values():
+        assert sorted(leaf.row.part for leaf, _ in claims) == [*range(claims[0][0].row.parts)]
+    assert flatten_paths(model.params).keys() == leaves.keys()
+    numbers = json.loads((ROOT / name / "reference.json").read_text())
+    untrained = sum(leaf.param.size for path, leaf in leaves.items() if path.endswith("correction"))
+    assert model.count() - untrained == numbers["parameters"]
+
+
+SPELLINGS = {"num_experts": "num_local_experts"}
+# Keys that other keys or the tensors overrule: null for 4 x width, the start of windows beside layer_types, 1 for none.
+FOLLOWS = {"n_inner", "max_window_layers", "num_nextn_predict_layers"}
+
+
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+def test_config_comes_back_as_it_was(name: str) -> None:
+    family, model, vocabulary = opened(ROOT / name)
+    before = json.loads((ROOT / name / "config.json").read_text())
+    written = write_model(family, model.config, vocabulary)
+    told = {key for field in family.fields for key in field.keys} - {"rope_scaling", "rope_parameters", "rope_theta"}
+    for key in told & written.keys():
+        spelled = key if key in before else SPELLINGS.get(key, key)
+        if spelled not in before or key in FOLLOWS:
+            continue
+        assert written[key] == before[spelled], key
+    again = model_of(read_model(family, written))
+    assert architecture(again) == architecture(model.config)
+
+
+def test_settings_of_the_reference_models() -> None:
+    """By hand from config.json, key by key."""
+    model = opened(ROOT / "llama3_rope")[1].config
+    assert (model.vocab_size, model.d_model, model.n_layers, model.n_heads, model.kv_heads) == (192, 64, 3, 4, 2)
+    assert (model.width_of_head, model.d_ff, model.max_length, model.norm_eps, model.tied_head) == (
+        16, 128, 256, 1e-6, True,
+    )  # fmt: skip
+    assert model.rope == RopeConfig(
+        theta=500_000, scaling="llama3", factor=8, low_freq_factor=1, high_freq_factor=4, original_length=64
+    )
+    assert opened(ROOT / "mistral")[1].config.windows == [16]
+    assert opened(ROOT / "qwen2")[1].config.windows == [None, 16, 16]
+    gpt_oss = opened(ROOT / "gpt_oss_yarn")[1].config
+    assert (gpt_oss.windows, gpt_oss.rope.scaling, gpt_oss.rope.original_length) == ([16, None], "yarn_unrounded", 32)
+    deepseek = opened(ROOT / "deepseek_v3")[1].config
+    assert deepseek.mla == MlaConfig(kv_rank=32, q_rank=48, rope_dim=8, v_dim=16)
+    assert deepseek.moe == MoeConfig(
+        experts=8, top_k=3, d_ff=32, shared=1, first_dense=1, router="sigmoid_chosen", scale=2.5, groups=4,
+        groups_kept=2, bias_rate=0.0,
+    )  # fmt: skip
+    assert deepseek.width_of_head == 16 and deepseek.mtp == 0
+
+
+# Published config.json, the keys that describe the model, against the shipped structures (parameter counts of which
+# are tested elsewhere).
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama3_8b": {
+        "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 8192,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 128256,
+    },
+    "mistral_7b": {
+        "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0,
+        "sliding_window": 4096, "tie_word_embeddings": False, "vocab_size": 32000,
+    },
+    "qwen3_8b": {
+        "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "initializer_range": 0.02, "intermediate_size": 12288, "max_position_embeddings": 40960,
+        "max_window_layers": 36, "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    "gpt2": {
+        "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+        "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "vocab_size": 50257,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_the_shipped_structures(name: str) -> None:
+    hub = PUBLISHED[name]
+    shipped = load_config(f"models/{name}.yaml", ["data.tokenizer.vocab_size=258"]).model
+    read = model_of(read_model(family_of(hub["model_type"]), hub))
+    assert architecture(read) == architecture(shipped)
+    assert read.vocab_size == shipped.vocab_size
+
+
+def test_yarn_of_deepseek_is_told_in_our_words_and_back() -> None:
+    hub = json.loads((ROOT / "deepseek_v3" / "config.json").read_text()) | {
+        "rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {
+            "type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+    }  # fmt: skip
+    family = family_of("deepseek_v3")
+    model = model_of(read_model(family, hub))
+    # The numbers of the published formula: mscale / mscale = 1; (0.1 ln 40 + 1)^2 / sqrt(24).
+    assert model.rope.attention_factor == pytest.approx(1.0)
+    assert model.attention_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(24))
+    assert model.rope.scaling == "yarn"
+    again = architecture(model_of(read_model(family, write_model(family, model, 192))))
+    for key, value in architecture(model).items():
+        assert again[key] == (pytest.approx(value) if isinstance(value, float) else value), key
+
+
+def test_further_tokens_have_deepseeks_names() -> None:
+    """The names of DeepSeek-V3's last layer, as published; its embedding and head repeat the model's."""
+    family, model, vocabulary = opened(ROOT / "deepseek_v3", mtp=1)
+    leaves = leaves_of(family, model, vocabulary)
+    names = {name for name in tensors_of(leaves) if name.startswith("model.layers.3.")}
+    assert {
+        "enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "input_layernorm.weight",
+        "self_attn.kv_b_proj.weight", "mlp.experts.7.down_proj.weight", "mlp.gate.e_score_correction_bias",
+        "mlp.shared_experts.up_proj.weight",
+    } <= {name.removeprefix("model.layers.3.") for name in names}  # fmt: skip
+    shapes = {key: array.shape for key, array in tensors_in(ROOT / "deepseek_v3").items()}
+    for name in names:
+        source = name.replace("layers.3.", "layers.2.")
+        own = {"eh_proj.weight": (64, 128)}
+        shapes[name] = own.get(name.removeprefix("model.layers.3."), shapes.get(source, (64,)))
+    shapes |= {"model.layers.3.embed_tokens.weight": (192, 64), "model.layers.3.shared_head.head.weight": (192, 64)}
+    assert check_tensors(family, leaves, shapes) == {
+        "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.3.shared_head.head.weight": "lm_head.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "needle"),
+    [
+        ({"model_type": "gemma2"}, "'gemma2' has no table"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 1}}, "twist"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"logit_scale": 0.5}, "--ignore logit_scale"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_size": None}, "d_model"),
+    ],
+)
+def test_what_cannot_be_read_is_named(changes: dict[str, Any], needle: str) -> None:
+    hub = json.loads((ROOT / "llama" / "config.json").read_text()) | changes
+    with pytest.raises(ConfigError, match=needle):
+        model_of(read_model(family_of(hub["model_type"]), hub))
+
+
+def test_a_missing_key_is_named_and_an_ignored_one_is_not() -> None:
+    hub = json.loads((ROOT / "llama" / "config.json").read_text())
+    assert read_model(FAMILIES["llama"], hub | {"logit_scale": 0.5}, ["logit_scale"])["d_model"] == 64
+    del hub["hidden_size"]
+    with pytest.raises(ConfigError, match=r"config\.json has no hidden_size"):
+        read_model(FAMILIES["llama"], hub)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "needle"),
+    [
+        ("llama", {"windows": [16]}, "windows"),
+        ("llama", {"qk_norm": True}, "qk_norm"),
+        ("llama", {"qkv_bias": True}, "out_bias"),
+        ("llama", {"activation": "gelu", "norm": "layernorm"}, "norm 'layernorm'.*activation 'gelu'"),
+        ("llama", {"logit_softcap": 30.0}, "logit_softcap"),
+        ("mistral", {"windows": [16, None]}, "windows"),
+        ("qwen3", {"windows": [16, 8], "qk_norm": True}, "windows"),
+        ("gpt2", {"activation": "gelu"}, "norm 'rmsnorm'"),
+        ("gpt2", {}, "activation 'swiglu' is none of 'gelu_tanh', 'gelu'"),
+    ],
+)
+def test_what_a_family_cannot_say_is_named(family: str, changes: dict[str, Any], needle: str) -> None:
+    with pytest.raises(ConfigError, match=needle):
+        write_model(FAMILIES[family], ModelConfig(**changes), 100)
+
+
+def test_missing_unknown_and_misshapen_tensors_are_all_named() -> None:
+    family, model, vocabulary = opened(ROOT / "llama")
+    shapes = {key: array.shape for key, array in tensors_in(ROOT / "llama").items()}
+    shapes["model.layers.0.mlp.gate_proj.weights"] = shapes.pop("model.layers.0.mlp.gate_proj.weight")
+    shapes["model.norm.weight"] = (63,)
+    with pytest.raises(ConfigError) as caught:
+        check_tensors(family, leaves_of(family, model, vocabulary), shapes)
+    text = str(caught.value)
+    assert "model.layers.0.mlp.gate_proj.weight is missing" in text
+    assert "gate_proj.weights [128, 64] is unknown (did you mean model.layers.0.mlp.gate_proj.weight?)" in text
+    assert "model.norm.weight has shape [63], parameter norm/scale [64] needs [64]" in text
+
+
+def test_a_parameter_without_a_tensor_is_named() -> None:
+    _, model, vocabulary = opened(ROOT / "qwen3")
+    with pytest.raises(ConfigError, match=r"gpt2 has no tensor for .*layers/mlp/gate/weight"):
+        leaves_of(FAMILIES["gpt2"], model, vocabulary)

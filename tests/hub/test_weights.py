@@ -1,0 +1,256 @@
+"""Weights in and out: bit for bit, slice by slice, under any sharding, and nothing that does not fit gets through."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from folders import DENSE, MIXTURES, ROOT, opened, tensors_in, write_folder
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.config import AXES, ConfigError, RulesConfig
+from jaxtrain.hub.folder import Folder
+from jaxtrain.hub.load import load
+from jaxtrain.hub.save import new_folder, save
+from jaxtrain.mesh.layout import plan_layout
+from jaxtrain.mesh.rules import resolve_rules
+from jaxtrain.nn.model import Model, build
+
+BIG = 10**12
+
+
+def shardings_of(model: Model, **rules: Any) -> Any:
+    """Over data 2 x tensor 4 as the presets say; experts and what mixtures name stay whole here."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 1, 4, 1, 1), AXES)
+    sizes = dict(zip(AXES, (2, 1, 4, 1, 1), strict=True))
+    layout = plan_layout(model.params, resolve_rules(RulesConfig(replicated_limit=10**9, **rules)), sizes, False)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout.weights)
+
+
+def whole(model: Model) -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1, 1), AXES)
+    return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), model.params)
+
+
+def assert_same_bits(got: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert got.keys() == want.keys()
+    for name, array in want.items():
+        assert got[name].dtype == array.dtype and got[name].shape == array.shape, name
+        assert got[name].tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
+def test_round_trip_is_bit_exact(name: str, tmp_path: Path) -> None:
+    family, model, vocabulary = opened(ROOT / name)
+    params = load(ROOT / name, family, model, vocabulary, whole(model))
+    counts = save(tmp_path, family, model, params, vocabulary, "float32", BIG)
+    want = tensors_in(ROOT / name)
+    assert_same_bits(tensors_in(tmp_path), want)
+    assert counts == {"tensors": len(want), "files": 1, "bytes": sum(array.nbytes for array in want.values())}
+
+
+def test_round_trip_with_further_tokens(tmp_path: Path) -> None:
+    tensors = tensors_in(ROOT / "deepseek_v3")
+    rng = np.random.default_rng(0)
+    last = {
+        name.replace("layers.2.", "layers.3."): rng.normal(size=array.shape).astype(np.float32)
+        for name, array in tensors.items()
+        if "layers.2." in name
+    }
+    for name, shape in (("enorm", (64,)), ("hnorm", (64,)), ("eh_proj", (64, 128)), ("shared_head.norm", (64,))):
+        last[f"model.layers.3.{name}.weight"] = rng.normal(size=shape).astype(np.float32)
+    last["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    last["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"]
+    folder = write_folder(tmp_path / "in", ROOT / "deepseek_v3", tensors | last)
+    # The folder itself says that it has the block: transformers' folder, without it, does not.
+    family, model, vocabulary = opened(folder)
+    assert model.config.mtp == 1 and opened(ROOT / "deepseek_v3")[1].config.mtp == 0
+    params = load(folder, family, model, vocabulary, whole(model))
+    np.testing.assert_array_equal(
+        params["mtp"]["project"]["weight"][0], last["model.layers.3.eh_proj.weight"].T
+    )  # fmt: skip
+    (tmp_path / "out").mkdir()
+    save(tmp_path / "out", family, model, params, vocabulary, "float32", BIG)
+    assert_same_bits(tensors_in(tmp_path / "out"), tensors | last)
+    last["model.layers.3.embed_tokens.weight"] = tensors["lm_head.weight"]
+    write_folder(folder, ROOT / "deepseek_v3", tensors | last)
+    with pytest.raises(ConfigError, match=r"layers\.3\.embed_tokens\.weight should repeat model\.embed_tokens\.weight"):
+        load(folder, family, model, vocabulary, whole(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("preset", [["fsdp", "tensor"], ["tensor"]])
+def test_shards_are_read_once_and_nothing_else(name: str, preset: list[str], monkeypatch: Any, tmp_path: Path) -> None:
+    family, model, vocabulary = opened(ROOT / name)
+    tensors = tensors_in(ROOT / name)
+    shardings = shardings_of(model, preset=preset, allow=["indivisible:*"])
+    reads: list[tuple[str, int]] = []
+    original = Folder.read
+
+    def counted(self: Folder, tensor: str, slices: tuple[slice, ...]) -> np.ndarray:
+        block = original(self, tensor, slices)
+        reads.append((tensor, block.size))
+        return block
+
+    monkeypatch.setattr(Folder, "read", counted)
+    params = load(ROOT / name, family, model, vocabulary, shardings)
+    total = sum(array.size for array in tensors.values())
+    # No replica reads again, and no read is more than the largest tensor's share of a shard.
+    assert sum(size for _, size in reads) == total
+    largest = max(
+        int(np.prod(sharding.shard_shape(param.shape))) // (param.shape[0] if param.names[0] == "layers" else 1)
+        for param, sharding in zip(jax.tree.leaves(model.params), jax.tree.leaves(shardings), strict=True)
+    )
+    assert max(size for _, size in reads) <= largest < max(array.size for array in tensors.values())
+    monkeypatch.undo()
+    for got, want in zip(
+        jax.tree.leaves(params),
+        jax.tree.leaves(load(ROOT / name, family, model, vocabulary, whole(model))),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    save(tmp_path, family, model, params, vocabulary, "float32", BIG)
+    assert_same_bits(tensors_in(tmp_path), tensors)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_export_is_really_of_its_dtype(dtype: Any, tmp_path: Path) -> None:
+    family, model, vocabulary = opened(ROOT / "llama")
+    params = load(ROOT / "llama", family, model, vocabulary, whole(model))
+    save(tmp_path, family, model, params, vocabulary, dtype, BIG)
+    got, want = tensors_in(tmp_path), tensors_in(ROOT / "llama")
+    with Folder(tmp_path, family.base) as folder:
+        assert set(folder.dtypes.values()) == {{"bfloat16": "BF16", "float16": "F16"}[dtype]}
+    for name, array in want.items():
+        # Rounded to nearest, which JAX does independently of numpy's cast.
+        np.testing.assert_array_equal(got[name].astype(np.float32), jnp.asarray(array).astype(dtype).astype(np.float32))
+    # What came in 16 bits goes out unchanged.
+    write_folder(tmp_path / "in", ROOT / "llama", got)
+    (tmp_path / "again").mkdir()
+    again = load(tmp_path / "in", family, model, vocabulary, whole(model))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(again)} == {"float32"}
+    save(tmp_path / "again", family, model, again, vocabulary, dtype, BIG)
+    assert_same_bits(tensors_in(tmp_path / "again"), got)
+
+
+def test_float16_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    family, model, vocabulary = opened(ROOT / "llama")
+    params = load(ROOT / "llama", family, model, vocabulary, whole(model))
+    params["norm"]["scale"] = params["norm"]["scale"].at[3].set(70_000.0)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has values up to 70000, beyond float16"):
+        save(tmp_path, family, model, params, vocabulary, "float16", BIG)
+
+
+def test_sharded_files_and_their_index(tmp_path: Path) -> None:
+    family, model, vocabulary = opened(ROOT / "llama")
+    params = load(ROOT / "llama", family, model, vocabulary, whole(model))
+    counts = save(tmp_path, family, model, params, vocabulary, "float32", 100_000)
+    files = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(files) == counts["files"] > 3
+    assert [file.name for file in files] == [
+        f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))
+    ]
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    want = tensors_in(ROOT / "llama")
+    assert index["metadata"]["total_size"] == sum(array.nbytes for array in want.values())
+    assert index["weight_map"].keys() == want.keys()
+    for file in files:
+        assert file.stat().st_size < 100_000 + 4096
+    assert_same_bits(tensors_in(tmp_path), want)
+    (tmp_path / "config.json").write_bytes((ROOT / "llama" / "config.json").read_bytes())
+    again = load(tmp_path, family, model, vocabulary, whole(model))
+    np.testing.assert_array_equal(again["head"]["weight"], params["head"]["weight"])
+    files[0].unlink()
+    with pytest.raises(ConfigError, match=f"names {files[0].name}, which the folder lacks"):
+        Folder(tmp_path, family.base)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama3_rope"])
+@pytest.mark.parametrize("rows", [193, 200, 256])
+def test_padded_rows_are_zero_and_never_leave(name: str, rows: int, tmp_path: Path) -> None:
+    family, plain, vocabulary = opened(ROOT / name)
+    model = build(plain.config.model_copy(update={"vocab_size": rows}))
+    sharded = shardings_of(model, preset=["tensor"], allow=["indivisible:*"])
+    params = load(ROOT / name, family, model, vocabulary, sharded)
+    assert params["embed"]["tokens"].shape == (rows, 64)
+    assert not np.asarray(params["embed"]["tokens"])[vocabulary:].any()
+    # Training may put anything into them.
+    params["embed"]["tokens"] = params["embed"]["tokens"].at[vocabulary:].set(jnp.nan)
+    if "head" in params:
+        params["head"]["weight"] = params["head"]["weight"].at[:, vocabulary:].set(jnp.nan)
+    params = jax.device_put(params, sharded)
+    save(tmp_path, family, model, params, vocabulary, "float32", BIG)
+    assert_same_bits(tensors_in(tmp_path), tensors_in(ROOT / name))
+
+
+def test_a_smaller_vocabulary_is_refused() -> None:
+    family, plain, vocabulary = opened(ROOT / "llama")
+    model = build(plain.config.model_copy(update={"vocab_size": 191}))
+    with pytest.raises(ConfigError, match=r"model\.vocab_size 191 is less than the 192 rows"):
+        load(ROOT / "llama", family, model, vocabulary, whole(model))
+
+
+def test_a_tied_head_may_be_there_twice_but_only_as_a_copy(tmp_path: Path) -> None:
+    tensors = tensors_in(ROOT / "llama3_rope")
+    folder = write_folder(
+        tmp_path, ROOT / "llama3_rope", tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    )
+    family, model, vocabulary = opened(folder)
+    params = load(folder, family, model, vocabulary, whole(model))
+    assert "head" not in params
+    other = tensors["model.embed_tokens.weight"].copy()
+    other[191, 63] += 1e-6
+    write_folder(folder, ROOT / "llama3_rope", tensors | {"lm_head.weight": other})
+    with pytest.raises(ConfigError, match=r"lm_head\.weight should repeat model\.embed_tokens\.weight"):
+        load(folder, family, model, vocabulary, whole(model))
+
+
+def test_files_of_the_bare_model_and_buffers(tmp_path: Path) -> None:
+    """GPT-2 as published: no prefix, and causal masks among the tensors."""
+    tensors = {name.removeprefix("transformer."): array for name, array in tensors_in(ROOT / "gpt2").items()}
+    tensors |= {f"h.{i}.attn.bias": np.tril(np.ones((1, 1, 8, 8), np.float32)) for i in range(3)}
+    folder = write_folder(tmp_path, ROOT / "gpt2", tensors)
+    family, model, vocabulary = opened(folder)
+    got = load(folder, family, model, vocabulary, whole(model))
+    want = load(ROOT / "gpt2", family, model, vocabulary, whole(model))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_damaged_and_foreign_files_are_named(tmp_path: Path) -> None:
+    tensors = tensors_in(ROOT / "llama")
+    folder = write_folder(tmp_path, ROOT / "llama", tensors)
+    family, model, vocabulary = opened(folder)
+    quantized = tensors | {"model.norm.weight": np.ones(64, np.int8)}
+    write_folder(folder, ROOT / "llama", quantized)
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight holds I8"):
+        load(folder, family, model, vocabulary, whole(model))
+    (folder / "model.safetensors").write_bytes(b"\xff" * 100)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is not a readable safetensors file"):
+        load(folder, family, model, vocabulary, whole(model))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"neither model\.safetensors nor"):
+        load(folder, family, model, vocabulary, whole(model))
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+
+    def write(fail: bool) -> None:
+        with new_folder(target) as half:
+            (half / "a").write_text("a")
+            assert not target.exists()
+            if fail:
+                raise ConfigError("stop")
+
+    with pytest.raises(ConfigError, match="stop"):
+        write(fail=True)
+    assert list(tmp_path.iterdir()) == []
+    write(fail=False)
+    assert [path.name for path in target.iterdir()] == ["a"] and list(tmp_path.iterdir()) == [target]
+    with pytest.raises(ConfigError, match="is there already"):
+        write(fail=False)
