@@ -47,7 +47,6 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         ("--mesh.tensor=3", "tensor 3 x seq 1 x expert 1 = 3 does not divide 8 devices"),
         ("--mesh.pipe=2", "training with pipeline schedules is not built yet"),
         ("--mesh.seq=2", "training with context parallelism is not built yet"),
-        ("--mesh.expert=2", "training with expert dispatch is not built yet"),
         ("--train.global_batch=12", "train.global_batch 12 does not divide"),
         ("--rules.preset=[tensr]", "did you mean tensor?"),
         ("--rules.mlp=tensr", "rules.mlp is 'tensr'"),
