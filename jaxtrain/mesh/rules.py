@@ -56,7 +56,6 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "queries": ("batch", "length", "heads", "head_dim"),
     "keys": ("batch", "length", "kv_heads", "head_dim"),
     "feed-forward": ("batch", "length", "mlp"),
-    "router": ("batch", "length", WHOLE),
     "logits": ("batch", "length", "vocab"),
 }
 # Findings that can be accepted; an unknown name and an impossible activation cannot.

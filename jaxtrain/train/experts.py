@@ -14,12 +14,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.config import AXES, ModelConfig
+from jaxtrain.config import AXES, ConfigError, ModelConfig
 from jaxtrain.mesh.rules import Rules
 from jaxtrain.mesh.topology import Topology
 from jaxtrain.nn.decoder import mixture_layers
 
 Tree = Any
+
+
+def check_experts(config: ModelConfig) -> None:
+    """Raise ConfigError for settings of a mixture that exclude each other."""
+    moe = config.moe
+    if moe.experts and moe.capacity is not None and moe.buffer is not None:
+        raise ConfigError(
+            f"model.moe.buffer {moe.buffer} has no effect beside model.moe.capacity {moe.capacity}, which bounds what "
+            "a device receives: set one of them to null"
+        )
 
 
 def needs_loads(config: ModelConfig) -> bool:

@@ -24,7 +24,7 @@ from jaxtrain.numerics.remat import check_remat
 from jaxtrain.ops.attention import Choice, choose_for
 from jaxtrain.optim import build_optimizer, schedule_end
 from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
-from jaxtrain.train.experts import crossing_pairs
+from jaxtrain.train.experts import check_experts, crossing_pairs
 from jaxtrain.train.options import check_options
 from jaxtrain.train.state import State, abstract_state, adopt_state, create_state, state_bytes_per_device
 from jaxtrain.train.step import Batch, Step
@@ -129,6 +129,7 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     )  # fmt: skip
     schedule_end(config.optimizer, config.train.updates)
     check_remat(config.remat, config.model)
+    check_experts(config.model)
     check_segments(config.remat, config.model)
     check_options(config.xla)
     lengths = dict.fromkeys((config.data.length, *(phase.length for phase in phases)))
