@@ -23,6 +23,7 @@ from jaxtrain.data import IGNORE, Batch
 from jaxtrain.hub.family import nested
 from jaxtrain.hub.folder import read_json
 from jaxtrain.hub.load import describe, load
+from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.rules import use_rules
 from jaxtrain.train.batch import place
 from jaxtrain.train.setup import Setup, resolve
@@ -124,7 +125,7 @@ def check(directory: Path, overrides: Sequence[str] = (), devices: list[Any] | N
         directory,
         {str(axis): size for axis, size in setup.topology.sizes.items()},
         (
-            _row("parameters", [setup.model.count()], [numbers["parameters"]]),
+            _row("parameters", [_trained(setup)], [numbers["parameters"]]),
             logits,
             _row("loss", [loss], [numbers["loss"]]),
             _row("gradient norm", [norm], [numbers["grad_norm"]]),
@@ -171,6 +172,12 @@ def _devices(config: RunConfig, devices: list[Any] | None) -> list[Any]:
     found = jax.devices() if devices is None else devices
     sizes = list(config.mesh.sizes.values())
     return found if -1 in sizes else found[: int(np.prod(sizes))]
+
+
+def _trained(setup: Setup) -> int:
+    """Parameters as transformers counts them: a router's correction is none."""
+    flat = flatten_paths(setup.model.params)
+    return sum(param.size for path, param in flat.items() if not path.endswith("router/correction"))
 
 
 def _logits(setup: Setup, params: Any, rows: Batch, want_BLV: np.ndarray) -> ReferenceRow:

@@ -15,7 +15,8 @@ UPDATES = 3
 
 RULE = (
     "widths: d_model 64, head 8 (odd stays odd: 7), d_ff 96, an expert's 32, vocabulary 128, rows of 32 tokens",
-    "key/value heads and query heads a key/value head: powers of two up to 8 heads, times 3 where an odd factor is",
+    "key/value heads and query heads a key/value head: powers of two up to 8 heads, times 3 where one has an"
+    " odd factor",
     "layers: whole window patterns, at least 4; dense first layers 1, a mixture at most every 2nd layer",
     "windows: the same share of the row, from 2 tokens to half a row; scaled rotary positions were trained on 16",
     "experts: 8, or 12 where an odd factor is; 2 of them a token (1 stays 1); groups 2, half of them kept",
@@ -55,6 +56,7 @@ def shrink(config: RunConfig) -> RunConfig:
 def _model(model: ModelConfig, length: int) -> dict[str, Any]:
     groups = _small(model.n_heads // model.kv_heads, 2)
     kv_heads = _small(model.kv_heads, 3 - _twos(groups))
+    kv_heads //= math.gcd(kv_heads, groups, 3)
     head = HEAD - model.width_of_head % 2
     scale = model.attention_scale
     return {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -53,12 +53,12 @@ class Report:
     devices: int
     results: tuple[Result, ...]
     asked: str = "all"
-    counts: dict[str, int] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def counts(self) -> dict[str, int]:
+        """Results of each status."""
         statuses = [result.status for result in self.results]
-        counts = {status: statuses.count(status) for status in ("passed", "failed", "refused")}
-        object.__setattr__(self, "counts", counts)
+        return {status: statuses.count(status) for status in ("passed", "failed", "refused")}
 
     @property
     def faults(self) -> list[Result]:
@@ -81,8 +81,8 @@ def verify(
     """Compare a plain computation of the shrunk configuration with its layouts, on `devices` (default: jax').
 
     `layouts`: all, file (the configuration's own), or texts such as 'data=2,tensor=2;tensor=4,rules.preset=[tensor]'.
-    `told` hears how many of how many rows are done, and the latest. Raises ConfigError for a layout that cannot be
-    read; a layout that the trainer refuses is a result.
+    `told` hears how many of how many rows are done, and the latest. What the trainer refuses is a result; raises
+    ConfigError where `layouts` names none.
     """
     small = shrink(config)
     names, found = names_of(small, layouts), jax.devices() if devices is None else devices
@@ -143,19 +143,20 @@ class Proof:
             laid = layout_of(self._config, name, len(self._devices))
             setup = resolve(self._fast(laid.config), self._devices[: laid.devices])
             return Compiled(laid, setup, Bench(setup, SCALE), time.monotonic() - start)
-        except ConfigError as error:
-            return Result(name, "refused", time.monotonic() - start, reason=str(error))
-        except Exception as error:  # a layout that breaks the compiler is a finding like any other
-            return Result(name, "failed", time.monotonic() - start, reason=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            return _broken(name, start, error)
 
     def run(self, compiled: Compiled | Result) -> Result:
         """One layout against the reference."""
         if isinstance(compiled, Result):
             return compiled
-        start = time.monotonic() - compiled.seconds
-        updates = self._laid(compiled.layout)
-        got = compiled.bench.run(self._born, *self._batches(compiled.setup.plan.global_batch, updates))
-        return self._verdict(compiled.layout.name, start, got, self._outcome(updates))
+        name, start = compiled.layout.name, time.monotonic() - compiled.seconds
+        try:
+            updates = self._laid(compiled.layout)
+            got = compiled.bench.run(self._born, *self._batches(compiled.setup.plan.global_batch, updates))
+        except Exception as error:
+            return _broken(name, start, error)
+        return self._verdict(name, start, got, self._outcome(updates))
 
     def _laid(self, laid: Layout) -> tuple[Update, ...]:
         data = laid.config.data
@@ -185,3 +186,10 @@ class Proof:
 
     def _fast(self, config: RunConfig) -> RunConfig:
         return config.model_copy(update={"xla": self._options})
+
+
+def _broken(name: str, start: float, error: Exception) -> Result:
+    """What the trainer refuses, or a finding like any other: a layout that breaks the compiler or loses a target."""
+    refused = isinstance(error, ConfigError)
+    reason = str(error) if refused else f"{type(error).__name__}: {error}"
+    return Result(name, "refused" if refused else "failed", time.monotonic() - start, reason=reason)

@@ -222,9 +222,18 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
 MODELS = {"positions not reset": ["models/gpt2.yaml"]}
 
 
+# The long proof plants these too.
+LATER = {
+    "bfloat16 between replicas", "last microbatch dropped", "padding in an auxiliary loss",
+    "unscored tokens in the mean", "replicas read the same rows", "tokens counted once a replica",
+    "no weight decay",
+}  # fmt: skip
+
+
 def verdicts(layout: str, model: str = "models/llama3_8b.yaml") -> list[Result]:
     proof = Proof(shrink(load_config(model)), jax.devices()[:2])
-    return [proof.rule(), proof.run(proof.compile(layout))]
+    laid = proof.run(proof.compile(layout))
+    return [laid, proof.rule()] if laid.status == "passed" else [laid]
 
 
 @pytest.mark.parametrize("layout", [ONE, TWO_MICROBATCHES, REPLICAS, TENSOR])
@@ -232,11 +241,10 @@ def test_without_a_fault_all_pass(layout: str) -> None:
     assert [result.status for result in verdicts(layout)] == ["passed"] * 2
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.prove] if f in LATER else []) for f in FAULTS])
 def test_a_planted_fault_is_reported(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, layout, kind = FAULTS[fault]
     plant(monkeypatch)
-    failed = [result.guilty for result in verdicts(layout, *MODELS.get(fault, ())) if result.status == "failed"]
-    assert failed, "the gate let it pass"
-    assert all(check is not None and check.error > 10 * check.bound for check in failed), failed
-    assert kind in {check.kind for check in failed if check}, failed
+    check = verdicts(layout, *MODELS.get(fault, []))[-1].guilty
+    assert check is not None, "the gate let it pass"
+    assert check.kind == kind and check.error > 10 * check.bound, check

@@ -1,0 +1,50 @@
+"""make prove: verify over every shipped model structure, and over settings that none of them has."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+from rich.console import Console
+
+from jaxtrain.config import CONFIG_ROOT, RunConfig, load_config, replace
+from jaxtrain.prove.show import failures, show_report
+from jaxtrain.prove.shrink import shrink
+from jaxtrain.prove.verify import verify
+
+CONFIGS = sorted(path.stem for path in (CONFIG_ROOT / "models").glob("*.yaml"))
+FAMILY = "models/llama3_8b.yaml"
+EXTRA: dict[str, tuple[str, ...]] = {
+    "soft caps, windows, relu2": (
+        "model.attention_softcap=20", "model.logit_softcap=10", "model.windows=[1024,null]", "model.activation=relu2",
+        "model.tied_head=true",
+    ),
+    "muon": ("optimizer.name=muon",),
+    "lion": ("optimizer.name=lion",),
+    "adafactor": ("optimizer.name=adafactor",),
+}  # fmt: skip
+
+
+def structures() -> dict[str, RunConfig]:
+    """Those that differ when they are small."""
+    every = {name: load_config(f"models/{name}.yaml") for name in CONFIGS}
+    every |= {name: replace(load_config(FAMILY), *overrides) for name, overrides in EXTRA.items()}
+    kept: dict[str, RunConfig] = {}
+    for name, config in every.items():
+        if shrink(config) not in map(shrink, kept.values()):
+            kept[name] = config
+    return kept
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", structures())
+def test_every_layout_of_a_structure(name: str) -> None:
+    report = verify(structures()[name], "all", jax.devices()[:8])
+    show_report(report, Console(width=160))
+    assert not report.faults, "\n".join(failures(report))
+    assert report.counts["passed"] >= 20
+    assert max(r.worst.error for r in report.results if r.worst and r.worst.kind == "gradient") <= 2e-5
+
+
+def test_no_shipped_structure_is_left_out() -> None:
+    small = list(map(shrink, structures().values()))
+    assert all(shrink(load_config(f"models/{name}.yaml")) in small for name in CONFIGS)

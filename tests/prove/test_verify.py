@@ -1,0 +1,262 @@
+"""jaxtrain verify: what it tries, what it prints, how it ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxtrain.cli import main
+from jaxtrain.config import CONFIG_ROOT, ConfigError, load_config, replace, validate
+from jaxtrain.data import IGNORE
+from jaxtrain.data.packing import PACKERS
+from jaxtrain.prove.compare import BOUNDS, Check, compare, guilty
+from jaxtrain.prove.layouts import DENSE, EXPERTS, FILE, PIPELINE, SEQUENCE, layout_of, names_of
+from jaxtrain.prove.measure import Outcome
+from jaxtrain.prove.rows import hostile_updates, repacked, scrambled
+from jaxtrain.prove.shrink import LENGTH, ROWS, VOCAB, shrink
+from jaxtrain.prove.verify import RULE, verify
+
+STRUCTURES = sorted(path.stem for path in (CONFIG_ROOT / "models").glob("*.yaml"))
+
+
+def test_a_layout_passes_and_a_refused_one_is_no_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(
+        ["verify", "models/gpt2.yaml", "--json", "--layouts", "data=2,tensor=4,rules.preset=[fsdp,tensor];tensor=3"]
+    )
+    out = capsys.readouterr()
+    report = json.loads(out.out)
+    names = [row["name"] for row in report["layouts"]]
+    assert names == [RULE, "data=2,tensor=4,rules.preset=[fsdp,tensor]", "tensor=3"]
+    assert [row["status"] for row in report["layouts"]] == ["passed", "passed", "refused"]
+    assert report["layouts"][1]["worst"]["error"] <= 2e-5 and report["layouts"][1]["worst"]["kind"] == "gradient"
+    assert "does not divide 8 devices" in report["layouts"][2]["reason"]
+    assert status == 1 and "tensor=3" in out.err and not report["passed"]
+
+
+def test_a_fault_ends_with_status_1_and_the_guilty_leaf(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxtrain.train.step import Step
+
+    real = Step._reduce
+    monkeypatch.setattr(Step, "_reduce", lambda self, gradient: real(self, gradient) / 2)
+    assert main(["verify", "tiny", "--layouts", "data=2"]) == 1
+    out = capsys.readouterr()
+    assert "failed" in out.out and "gradient " in out.err and "relative error 5.0e-01" in out.err
+
+
+def test_eight_devices_are_simulated_from_a_plain_shell() -> None:
+    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    command = [sys.executable, "-m", "jaxtrain", "verify", "tiny", "--layouts", "data=8", "--devices", "8", "--json"]
+    done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["counts"]["passed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["verify"], "--reference DIR"),
+        (["verify", "tiny", "--mesh", "data=2"], "--layouts 'data=2'"),
+        (["verify", "tiny", "--layouts", ";"], "names no layout"),
+        (["verify", "tiny", "--devices", "0"], "at least 1"),
+    ],
+)
+def test_bad_requests_end_with_status_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+# The table -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_every_layout_of_the_table_is_a_valid_configuration(structure: str) -> None:
+    small = shrink(load_config(f"models/{structure}.yaml"))
+    for name in (*DENSE, *SEQUENCE, *PIPELINE, *EXPERTS):
+        layout = layout_of(small, name, 8)
+        assert layout.devices == 8 or "data=" in name
+        assert -1 in layout.config.mesh.sizes.values() or math.prod(layout.config.mesh.sizes.values()) <= 8
+
+
+def test_the_table_covers_what_it_should() -> None:
+    text = "\n".join((*DENSE, *SEQUENCE, *PIPELINE, *EXPERTS))
+    for word in ("zero1", "zero2", "fsdp", "hybrid_fsdp", "tensor_sequence", "accumulation=2", "accumulation=4"):
+        assert word in text
+    for word in ("policy=full", "policy=dots", "policy=names", *(f"packing={packing}" for packing in PACKERS)):
+        assert word in text
+    for word in ("ring", "all_gather", "ulysses", "gpipe", "1f1b", "interleaved", "zero_bubble"):
+        assert word in text or word in ("ring", "1f1b")
+    assert names_of(shrink(load_config("tiny")))[0] == FILE
+    mixture = replace(load_config("tiny"), "model.moe.experts=8")
+    assert set(EXPERTS) <= set(names_of(shrink(mixture))) and not set(EXPERTS) & set(
+        names_of(shrink(load_config("tiny")))
+    )
+
+
+def test_a_configurations_own_layout_keeps_its_rules_and_its_axes() -> None:
+    config = shrink(load_config("llama3_405b"))
+    layout = layout_of(config, FILE, 8)
+    big = load_config("llama3_405b")
+    assert layout.config.rules.preset == big.rules.preset
+    for axis, size in big.mesh.sizes.items():
+        if axis != "data":
+            assert layout.config.mesh.sizes[axis] == min(size, 2)
+
+
+def test_items_that_are_no_items_are_named() -> None:
+    small = shrink(load_config("tiny"))
+    with pytest.raises(ConfigError, match="'tensor' is not axis=size"):
+        layout_of(small, "data=2, tensor", 8)
+    with pytest.raises(ConfigError, match="takes 16 devices, there are 8"):
+        layout_of(small, "data=4, tensor=4", 8)
+    with pytest.raises(ConfigError, match="did you mean"):
+        layout_of(small, "data=2, remat.polcy=full", 8)
+
+
+# The model -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_shrinking_keeps_the_structure(structure: str) -> None:
+    config = load_config(f"models/{structure}.yaml")
+    model, small = config.model, shrink(config).model
+    for name in ("norm", "activation", "positions", "tied_head", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
+        assert getattr(small, name) == getattr(model, name)
+    grouped, small_grouped = model.n_heads // model.kv_heads, small.n_heads // small.kv_heads
+    assert (grouped == 1) == (small_grouped == 1) and (model.kv_heads == 1) == (small.kv_heads == 1)
+    assert (model.n_heads % 8 == 0) == (small.n_heads % 8 == 0)
+    assert [w is None for w in small.windows] == [w is None for w in model.windows]
+    assert all(w is None or 2 <= w <= LENGTH // 2 for w in small.windows)
+    assert small.rope.scaling == model.rope.scaling
+
+
+def test_shrinking_a_mixture_with_latent_attention() -> None:
+    deepseek = validate({
+        "model": {
+            "vocab_size": 129280, "d_model": 7168, "n_layers": 61, "n_heads": 128, "head_dim": 128, "d_ff": 18432,
+            "moe": {
+                "experts": 256, "top_k": 8, "d_ff": 2048, "shared": 1, "first_dense": 3, "router": "sigmoid_chosen",
+                "groups": 8, "groups_kept": 4, "balance": "sequence", "bias_rate": 1e-3, "scale": 2.5,
+            },
+            "mla": {"kv_rank": 512, "q_rank": 1536, "rope_dim": 64, "v_dim": 128}, "mtp": 1,
+        },
+    })  # fmt: skip
+    small = shrink(deepseek).model
+    assert (small.moe.experts, small.moe.top_k, small.moe.groups, small.moe.groups_kept) == (8, 2, 2, 1)
+    assert (small.moe.shared, small.moe.first_dense, small.moe.router, small.moe.scale) == (1, 1, "sigmoid_chosen", 2.5)
+    assert small.moe.balance == "sequence" and small.moe.balance_weight > 0 and small.moe.bias_rate == 1e-3
+    assert small.mla.kv_rank and small.mla.q_rank and small.mla.v_dim == small.width_of_head and small.mtp == 1
+
+
+@given(
+    st.integers(1, 130),
+    st.integers(1, 16),
+    st.integers(1, 40),
+    st.lists(st.one_of(st.none(), st.integers(1, 5000)), min_size=1, max_size=6),
+)
+def test_any_head_count_and_pattern_shrinks_to_a_valid_model(
+    kv: int, group: int, layers: int, windows: list[Any]
+) -> None:
+    heads = {"n_heads": kv * group, "n_kv_heads": kv, "head_dim": 8}
+    config = validate({"model": {"d_model": 64, **heads, "n_layers": layers, "windows": windows}})
+    small = shrink(config).model
+    assert small.n_heads <= min(24, config.model.n_heads) and small.n_layers <= min(10, layers)
+    assert len(small.windows) == len(windows)
+
+
+# The data ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_data_are_hostile() -> None:
+    mixed, odd, half = hostile_updates(ROWS, LENGTH, VOCAB)
+    sizes = [[size for _, _, size in row] for row in mixed.rows]
+    assert sizes[: ROWS // 4] == [[]] * (ROWS // 4) and [LENGTH] in sizes and [1, 1, 1, LENGTH - 3] in sizes
+    batches = [update.packed(ROWS, LENGTH) for update in (mixed, odd, half)]
+    scored = [(batch["labels"] != IGNORE).sum(1) for batch in batches]
+    assert scored[0][ROWS // 4] == 0 < len(sizes[ROWS // 4]), "a row that is read and not scored"
+    for accumulation in (2, 4):
+        # Row g belongs to microbatch g mod A.
+        assert any(scored[1][m::accumulation].sum() == 0 for m in range(accumulation))
+    assert scored[2][: ROWS // 2].sum() == 0 and scored[2][ROWS // 2] == 1 and scored[2][-1] == LENGTH
+
+
+@pytest.mark.parametrize("packing", PACKERS)
+def test_every_packer_lays_the_same_targets(packing: str) -> None:
+    for update in hostile_updates(ROWS, LENGTH, VOCAB):
+        laid = repacked(update, packing, LENGTH)
+        packed, alone = laid.packed(64, LENGTH), laid.alone(80, LENGTH)
+        for field in ("tokens", "labels", "positions"):
+            here, there = (batch[field][batch["segments"] > 0] for batch in (packed, alone))
+            np.testing.assert_array_equal(np.sort(here), np.sort(there))
+        assert (packed["segments"].max() > 1) == (packing != "none")
+
+
+def test_scrambling_touches_only_what_no_scored_token_sees() -> None:
+    batch = hostile_updates(ROWS, LENGTH, VOCAB)[0].packed(ROWS, LENGTH)
+    changed = scrambled(batch, VOCAB, LENGTH, tails=True)
+    np.testing.assert_array_equal(changed["labels"], batch["labels"])
+    np.testing.assert_array_equal(changed["segments"], batch["segments"])
+    assert (changed["positions"] != batch["positions"])[batch["segments"] > 0].sum() == 0
+    differs = changed["tokens"] != batch["tokens"]
+    assert differs[batch["segments"] == 0].any() and differs[batch["segments"] > 0].any()
+    for row, segment in zip(*np.nonzero(differs & (batch["segments"] > 0)), strict=True):
+        behind = batch["segments"][row] == batch["segments"][row, segment]
+        assert (batch["labels"][row, segment:][behind[segment:]] == IGNORE).all()
+
+
+# The comparison ------------------------------------------------------------------------------------------------------
+
+
+def outcome(weight: float, bias: float, norm: float = 1.0) -> Outcome:
+    params = {"head": {"weight": np.full(3, weight), "bias": np.full(3, bias)}}
+    state = {"params": params, "opt": (), "updates": np.int32(1), "tokens": np.zeros(2, np.int32)}
+    return Outcome([params], [{"loss": np.float32(1)}], [{"grad_norm": np.float64(norm)}], [state])
+
+
+def test_the_guilty_leaf_is_the_worst_of_the_first_kind_that_fails() -> None:
+    born = {"params": {"head": {"weight": np.zeros(3), "bias": np.zeros(3)}}}
+    good = outcome(1.0, 0.5)
+    assert guilty(compare(good, good, born)) is None
+    check = guilty(compare(outcome(1.0, 0.6, norm=9.0), good, born))
+    assert check is not None and (check.kind, check.leaf) == ("gradient", "head/bias")
+    assert check.error == pytest.approx(0.2)
+    check = guilty(compare(outcome(1.0, 0.5, norm=1.1), good, born))
+    assert check is not None and (check.kind, check.leaf) == ("metric", "grad_norm")
+
+
+def test_nan_fails_and_noise_does_not() -> None:
+    born = {"params": {"head": {"weight": np.zeros(3), "bias": np.zeros(3)}}}
+    check = guilty(compare(outcome(1.0, math.nan), outcome(1.0, 0.5), born))
+    assert check is not None and check.leaf == "head/bias" and math.isnan(check.error)
+    # Zero in exact arithmetic: rounding noise of 1e-8 beside gradients of 1.
+    assert guilty(compare(outcome(1.0, 3e-8), outcome(1.0, -2e-8), born)) is None
+    assert guilty(compare(outcome(1.0, 1e-4), outcome(1.0, -2e-8), born)) is not None
+
+
+def test_bounds_and_order_of_kinds() -> None:
+    assert BOUNDS["gradient"] == 2e-5 and next(iter(BOUNDS)) == "gradient"
+    assert not Check("masked", "loss", math.inf).passed
+
+
+def test_told_hears_every_row() -> None:
+    heard: list[tuple[int, int]] = []
+    verify(load_config("tiny"), "tensor=3;tensor=5", jax.devices()[:1], lambda done, of, _: heard.append((done, of)))
+    assert heard[0] == (0, 3) and heard[-1] == (3, 3)
+
+
+def test_a_reference_of_pytorch_by_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(__file__).parents[1] / "data" / "reference" / "gpt2"
+    assert main(["verify", "--reference", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passed"]
