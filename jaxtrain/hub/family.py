@@ -14,6 +14,7 @@ from jaxtrain.hub.fields import KINDS, SCALINGS, Field, Json, Settings, setting,
 from jaxtrain.hub.rows import ROTARY, Row, Span, hub_shape
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import Param
+from jaxtrain.nn.decoder import layer_runs
 from jaxtrain.nn.model import Model
 
 # What config.json says beside the model: how to train, sample or load it.
@@ -116,19 +117,16 @@ def tensors_of(leaves: Mapping[str, Leaf]) -> dict[str, list[tuple[Leaf, tuple[i
 
 def layer_numbers(config: ModelConfig) -> dict[str, list[int]]:
     """Stack of the decoder -> the hub's layer numbers, in the stack's order."""
-    moe = config.moe
-    mixture = [
-        moe.experts > 0 and i >= moe.first_dense and (i - moe.first_dense) % moe.every == moe.every - 1
-        for i in range(config.n_layers)
-    ]
-    dense = [i for i, yes in enumerate(mixture) if not yes]
-    experts = [i for i, yes in enumerate(mixture) if yes]
-    last = config.n_layers
-    return {
-        "layers": experts or dense,
-        "dense_layers": dense if experts else [],
-        "mtp": [*range(last, last + config.mtp)],
-    }
+    found: dict[str, dict[int, int]] = {"layers": {}, "dense_layers": {}}
+    number = 0
+    for run in layer_runs(config):
+        rows = [range(config.n_layers)[part] for _, part in run.pattern]
+        for period in range(run.periods):
+            for (stack, _), row in zip(run.pattern, rows, strict=True):
+                found[stack][row[period]] = number
+                number += 1
+    numbers = {stack: [layers[row] for row in sorted(layers)] for stack, layers in found.items()}
+    return numbers | {"mtp": [*range(number, number + config.mtp)]}
 
 
 def check_tensors(family: Family, leaves: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folders import DENSE, ROOT, tensors_in, write_folder
+from folders import DENSE, MIXTURES, ROOT, tensors_in, write_folder
 
 from jaxtrain.cli import main
 from jaxtrain.config import ConfigError
@@ -25,6 +25,14 @@ QUICK = [
     ("llama", "tensor=2 x data=2, fsdp"), ("llama3_rope", "one device"), ("mistral", "one device"),
     ("qwen2", "data=4, zero2"), ("qwen3", "one device"), ("gpt2", "data=4, zero2"),
 ]  # fmt: skip
+EXPERTS = {
+    "one device": [],
+    "expert=2 x tensor=2 x data=2": ["mesh.data=2", "mesh.tensor=2", "mesh.expert=2", "rules.preset=[tensor_sequence]"],
+    "expert=4, fsdp": ["mesh.data=2", "mesh.expert=4", "rules.preset=[fsdp]"],
+    "seq=2 x expert=2": ["mesh.data=2", "mesh.seq=2", "mesh.expert=2"],
+}
+QUICK_EXPERTS = [("mixtral", "expert=4, fsdp"), ("deepseek_v3", "expert=2 x tensor=2 x data=2")]
+REST_EXPERTS = [(family, layout) for family in MIXTURES for layout in EXPERTS if (family, layout) not in QUICK_EXPERTS]
 REST = [(family, layout) for family in DENSE for layout in LAYOUTS if (family, layout) not in QUICK]
 
 
@@ -40,6 +48,14 @@ def test_equals_pytorch(family: str, layout: str) -> None:
     # The README of the reference models.
     assert (tolerances["logits"], tolerances["loss"], tolerances["gradient norm"]) == (5e-6, 2e-6, 5e-6)
     assert tolerances["losses of updates"] == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [*QUICK_EXPERTS, *(pytest.param(*case, marks=pytest.mark.prove) for case in REST_EXPERTS)]
+)
+def test_mixtures_equal_pytorch(family: str, layout: str) -> None:
+    result = check(ROOT / family, EXPERTS[layout])
+    assert result.passed, result.to_json()
 
 
 def spoiled(folder: Path, family: str, **changes: Any) -> ReferenceResult:
