@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
@@ -362,7 +363,8 @@ def _differentiable(
     backward = manual(pull, (inputs, *outputs, by_head), (by_head, by_head, by_head, of_heads))
 
     def keep(*inputs: Any) -> tuple[jax.Array, Any]:
-        out, lse = forward(*inputs)
+        # Named, so that a remat policy which keeps the output need not go around the ring again.
+        out, lse = (checkpoint_name(x, "attention_out") for x in forward(*inputs))
         return out, (inputs, out, lse)
 
     def gradients(kept: Any, dout: jax.Array) -> tuple[Any, ...]:

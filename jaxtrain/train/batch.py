@@ -99,7 +99,7 @@ def batch_sharding(plan: BatchPlan, layout: Layout, mesh: jax.sharding.Mesh) -> 
 
 def owned_rows(plan: BatchPlan, sharding: NamedSharding, length: int) -> tuple[int, int]:
     """The run [lo, hi) of the global batch's rows that this process' devices hold."""
-    shape = (plan.accumulation, plan.rows, length)
+    shape = (plan.accumulation, plan.rows, plan.stored(length))
     indices = sharding.addressable_devices_indices_map(shape).values()
     blocks = [index[1].indices(plan.rows) for index in indices if index is not None]
     return min(b[0] for b in blocks) * plan.accumulation, max(b[1] for b in blocks) * plan.accumulation

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import AXES, RulesConfig
 from jaxtrain.mesh.rules import active_axes, resolve_rules, use_rules
@@ -153,3 +153,28 @@ def test_exchange_and_ring_in_one_program(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("window", [1, 2, 31, 32])
 def test_windows_at_the_borders(window: int) -> None:
     check("ring", mesh_of(seq=2), Score(window, None, 0.5), sinks=False)
+
+
+def temporaries(way: str, seq: int, local: int = 1024) -> int:
+    """Compiler's bytes a device of one attention, forward and backward, on rows of `local` tokens a device."""
+    mesh, rules = mesh_of(seq=seq), resolve_rules(RulesConfig())
+
+    def total(q: Any, k: Any, v: Any, places: Any) -> jax.Array:
+        with use_rules(rules, mesh):
+            return jnp.sum(jnp.square(context.attend(q, k, v, places, places, PLAIN, None, way)))
+
+    length = local * seq
+    q, k = (jax.ShapeDtypeStruct((1, length, heads, 32), jnp.float32) for heads in (8, 8))
+    shardings = (NamedSharding(mesh, PartitionSpec(None, "seq")),) * 4
+    places = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    lowered = jax.jit(jax.grad(total, (0, 1, 2)), in_shardings=shardings).lower(q, k, k, places)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def test_memory_of_a_ring_does_not_grow_with_it() -> None:
+    two, eight = temporaries("ring", 2), temporaries("ring", 8)
+    assert eight <= 1.05 * two
+    # q, k, v, the output and their gradients are 7 MiB here; the scores of a device's queries on the row, 256 MiB.
+    assert eight < 64 * 2**20
+    # Gathered keys and their gradients do grow.
+    assert temporaries("all_gather", 8) > 1.5 * temporaries("all_gather", 2)

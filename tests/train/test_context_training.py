@@ -152,6 +152,18 @@ def test_length_is_padded_for_the_residual_stream_too() -> None:
     assert setup_of(config_of(mesh={"tensor": 4}, data={"length": 20})).plan.stored(20) == 20
 
 
+def test_a_kept_output_is_not_computed_again() -> None:
+    def transfers(remat: dict[str, Any]) -> int:
+        setup = setup_of(config_of(mesh={"seq": 8}, remat=remat))
+        lowered = jax.jit(setup.step.gradients).lower(setup.abstract["params"], setup.abstract_batch, 1.0)
+        return lowered.as_text().count("stablehlo.collective_permute")
+
+    # Forward: before the loop and in it; backward: keys likewise, their gradients in the loop and after it.
+    assert transfers({}) == 6
+    assert transfers({"policy": "names", "names": ["qkv", "attention_out"]}) == 6
+    assert transfers({"policy": "full"}) == 8
+
+
 @pytest.mark.prove
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 @pytest.mark.parametrize("way", WAYS)
