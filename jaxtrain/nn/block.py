@@ -5,14 +5,12 @@ B batch, L length, D model.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.rules import constrain
-from jaxtrain.nn.layers import MLP, Attention, Flow, Norm
+from jaxtrain.nn.layers import MLP, NOTHING, Attention, Flow, Norm, Totals
 from jaxtrain.nn.mla import LatentAttention
 from jaxtrain.nn.moe import MoE
 from jaxtrain.numerics.remat import tag
@@ -34,7 +32,9 @@ class Block(nnx.Module):
         self.mlp_norm = Norm(config.norm, D, ("norm",), eps)
         self.mlp = MoE(config, rngs) if mixture else MLP(config, rngs)
 
-    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int, own: Any) -> tuple[jax.Array, Stats]:
+    def __call__(
+        self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None, own: Totals = NOTHING
+    ) -> tuple[jax.Array, Stats]:
         """[B, L, D] -> [B, L, D], and what the layer reports; `own` is added to the totals that this layer sees."""
         h_BLD = tag(normalise(self.attention_norm, x_BLD), "attention_input")
         x_BLD = tag(_add(x_BLD, self.attention(h_BLD, flow, window)), "attention_residual")

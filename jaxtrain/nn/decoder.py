@@ -5,7 +5,6 @@ B batch, L length, D model, E head width.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +16,11 @@ from flax import nnx
 from jaxtrain.config import ConfigError, ModelConfig, RematConfig
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.block import Block, Stats, normalise
-from jaxtrain.nn.layers import Embedding, Flow, Linear, Norm
+from jaxtrain.nn.layers import NOTHING, Embedding, Flow, Linear, Norm, Totals
 from jaxtrain.nn.mtp import Further, further_fields
 from jaxtrain.nn.stack import run_layers
 from jaxtrain.numerics.remat import checkpointed
 from jaxtrain.ops import rope
-
-Totals = Mapping[str, Any]
-"""What is known of a global batch before its first microbatch, the divisors of every mean.
-
-Leaves of `mixtures` belong to a layer each: their first dim is that of `Stats`, see `mixture_layers`.
-"""
 
 UNLIMITED = np.iinfo(np.int32).max
 """Window of a layer that sees everything before it."""
@@ -115,41 +108,39 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, Stats]:
         """Token, position and segment ids [B, L] -> the residual stream after the final norm [B, L, D], and stats."""
         config = self.config
-        flow = self._flow(positions_BL, segments_BL, totals)
+        flow = self.flow(positions_BL, segments_BL, totals)
         stacks = {
             name: nnx.split(stack) for name in ("layers", "dense_layers") if (stack := getattr(self, name)) is not None
         }
-        # The pattern repeats over layers; windows that differ are scanned data, so that one body serves all layers.
-        windows = np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
-        differ = len(set(config.windows)) > 1
+        # Windows that differ are scanned data, so that one body serves all layers.
+        windows = layer_data(config) if len(set(config.windows)) > 1 else None
         own = {"layers": jax.tree.map(lambda a: a[: layers_of(config, "layers")], totals.get("mixtures", {}))}
 
         def block(stack: str) -> Any:
-            graph = stacks[stack][0]
-
-            def run(params: Any, x_BLD: jax.Array, data: Any) -> tuple[jax.Array, Stats]:
+            def run(params: Any, x_BLD: jax.Array, data: tuple[jax.Array | None, Any]) -> tuple[jax.Array, Stats]:
                 window, known = data
-                return nnx.merge(graph, params)(x_BLD, flow, window if differ else config.windows[0], known)
+                seen = config.windows[0] if window is None else window
+                return nnx.merge(stacks[stack][0], params)(x_BLD, flow, seen, known)
 
             return run
 
-        x_BLD, at = self._embed(tokens_BL, positions_BL), 0
+        x_BLD, at = self.enter(tokens_BL, positions_BL), 0
         stats: Stats = {}
         for run in layer_runs(config):
-            windows_NP = windows[at : (at := at + run.layers)].reshape(run.periods, -1)
-            blocks = [block(stack) for stack, _ in run.pattern]
             params = [
                 jax.tree.map(lambda a, rows=rows: a[rows], nnx.to_pure_dict(stacks[stack][1]))
                 for stack, rows in run.pattern
             ]
+            here_NP = None if windows is None else windows[at : at + run.layers].reshape(run.periods, -1)
             data = [
-                (jnp.asarray(w_N) if differ else None, own.get(stack, {}))
-                for w_N, (stack, _) in zip(windows_NP.T, run.pattern, strict=True)
+                (None if here_NP is None else jnp.asarray(here_NP[:, place]), own.get(stack, {}))
+                for place, (stack, _) in enumerate(run.pattern)
             ]
-            x_BLD, reports = run_layers(blocks, params, x_BLD, data, remat)
+            x_BLD, reports = run_layers([block(stack) for stack, _ in run.pattern], params, x_BLD, data, remat)
+            at += run.layers
             for report in reports:
                 stats |= report
-        return normalise(self.norm, x_BLD), stats
+        return self.leave(x_BLD), stats
 
     def further(
         self,
@@ -172,7 +163,7 @@ class Decoder(nnx.Module):
         for depth in range(config.mtp):
             params, known = jax.tree.map(lambda a, depth=depth: a[depth], (nnx.to_pure_dict(stacked), own))
             ids_BL, spans_BL = further_fields(depth + 1, segments_BL, (tokens_BL, 0), (segments_BL, 0))
-            flow = self._flow(positions_BL, spans_BL, totals)
+            flow = self.flow(positions_BL, spans_BL, totals)
 
             def predict(
                 params: Any, x_BLD: jax.Array, next_BLD: jax.Array, flow: Flow = flow, known: Any = known
@@ -181,21 +172,32 @@ class Decoder(nnx.Module):
 
             # Outside of any loop: only a barrier keeps the compiler from sharing what is to be recomputed.
             predict = checkpointed(predict, remat, looped=False)
-            x_BLD, report = predict(params, x_BLD, self._embed(ids_BL, positions_BL))
+            x_BLD, report = predict(params, x_BLD, self.enter(ids_BL, positions_BL))
             streams.append(x_BLD)
             reports.append(report)
         return streams, jax.tree.map(lambda *each: jnp.stack(each), *reports)
 
-    def _flow(self, positions_BL: jax.Array, segments_BL: jax.Array, totals: Totals) -> Flow:
+    def enter(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
+        """Token and position ids [B, L] -> the residual stream before the first layer [B, L, D]."""
+        # Two steps: a table split over vocabulary sums whole rows, which are then scattered over the residual's shards.
+        x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "length", "hidden")
+        return constrain(x_BLD, "batch", "residual_length", "hidden")
+
+    def flow(self, positions_BL: jax.Array, segments_BL: jax.Array, totals: Totals = NOTHING) -> Flow:
+        """What every layer sees of the batch, from position and segment ids [B, L]."""
         config = self.config
         turning = rope.scaled(config.mla.rope_dim if config.mla.kv_rank else config.width_of_head, config.rope)
         rotation = rope.tables(positions_BL, *turning) if config.positions == "rope" else None
         return Flow(segments_BL, positions_BL, rotation, totals)
 
-    def _embed(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
-        # Two steps: a table split over vocabulary sums whole rows, which are then scattered over the residual's shards.
-        x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "length", "hidden")
-        return constrain(x_BLD, "batch", "residual_length", "hidden")
+    def leave(self, x_BLD: jax.Array) -> jax.Array:
+        """The residual stream after the last layer -> what the head reads [B, L, D]."""
+        return normalise(self.norm, x_BLD)
+
+
+def layer_data(config: ModelConfig) -> NDArray[np.int32]:
+    """Window of each layer [n_layers]: the pattern repeats over all layers, whatever their stack."""
+    return np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
 
 
 def _stack(module: type[Block] | type[Further], config: ModelConfig, rngs: nnx.Rngs, n: int, mixture: bool) -> Any:

@@ -51,6 +51,14 @@ def constant(value: float, shape: tuple[int, ...], names: Names) -> nnx.Param:
     return nnx.Param(jnp.full(shape, value, jnp.float32), names=names)
 
 
+Totals = Mapping[str, Any]
+"""What is known of a global batch before its first microbatch, the divisors of every mean.
+
+Leaves of `mixtures` belong to a layer each: their first dim is that of the stats, see `decoder.mixture_layers`.
+"""
+NOTHING: Totals = {}
+
+
 class Flow(NamedTuple):
     """What every layer sees of the batch beside the residual stream."""
 
@@ -60,8 +68,8 @@ class Flow(NamedTuple):
     """Place of each token in its document."""
     rotation: tuple[jax.Array, jax.Array] | None
     """Cosines and sines [B, L, E/2] of rotary positions."""
-    totals: Mapping[str, Any] = {}
-    """What is known of the global batch, the divisors of every mean; empty where no loss follows."""
+    totals: Totals = NOTHING
+    """What is known of the global batch; nothing where no loss follows."""
 
 
 class Linear(nnx.Module):
@@ -114,7 +122,7 @@ class Attention(nnx.Module):
         self.sinks = constant(0.0, (H,), ("heads",)) if config.attention_sinks else None
 
     def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None) -> jax.Array:
-        """[B, L, D] -> [B, L, D]; `window` counts visible tokens."""
+        """[B, L, D] -> [B, L, D]; `window` counts visible tokens, None is all."""
         q_BLHE = self._place(self.query(x_BLD), self.query_norm, flow.rotation, "heads")
         k_BLKE = self._place(self.key(x_BLD), self.key_norm, flow.rotation, "kv_heads")
         v_BLKE = self._place(self.value(x_BLD), None, None, "kv_heads")

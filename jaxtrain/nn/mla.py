@@ -62,8 +62,8 @@ class LatentAttention(nnx.Module):
         out = ("heads", "head_dim", "embed")
         self.out = Linear(rngs, "BLHE,HED->BLD", (H, V, D), out, residual_std(config), None)
 
-    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int) -> jax.Array:
-        """[B, L, D] -> [B, L, D]; `window` counts visible tokens."""
+    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None) -> jax.Array:
+        """[B, L, D] -> [B, L, D]; `window` counts visible tokens, None is all."""
         E, P, R = self.widths
         latent_BLR = tag(constrain(self.kv_down(x_BLD), "batch", "length", None), "latent")
         kv_BLHE = _heads(self.kv_up(self.kv_latent_norm(latent_BLR[..., :R])))

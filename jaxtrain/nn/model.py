@@ -14,7 +14,8 @@ from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.block import Stats
-from jaxtrain.nn.decoder import Decoder, Totals, check_segments
+from jaxtrain.nn.decoder import Decoder, check_segments
+from jaxtrain.nn.layers import NOTHING, Totals
 from jaxtrain.nn.mla import check_latent
 from jaxtrain.nn.mtp import further_labels
 from jaxtrain.numerics.remat import check_remat
@@ -24,7 +25,6 @@ Tree = dict[str, Any]
 """A nested dict with arrays (or Params) as leaves."""
 
 KEEP_ALL = RematConfig()
-NOTHING: Totals = {}
 
 
 @dataclass(frozen=True, eq=False)

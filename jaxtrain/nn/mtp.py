@@ -8,8 +8,6 @@ B batch, L length, D model, E twice D, K depths.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,7 +15,7 @@ from flax import nnx
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.block import Block, Stats, normalise
-from jaxtrain.nn.layers import Flow, Linear, Norm
+from jaxtrain.nn.layers import Flow, Linear, Norm, Totals
 from jaxtrain.ops.loss import IGNORE
 
 
@@ -33,7 +31,7 @@ class Further(nnx.Module):
         self.norm = Norm(config.norm, D, ("norm",), eps)
 
     def __call__(
-        self, x_BLD: jax.Array, next_BLD: jax.Array, flow: Flow, window: int, own: Any
+        self, x_BLD: jax.Array, next_BLD: jax.Array, flow: Flow, window: int | None, own: Totals
     ) -> tuple[jax.Array, Stats]:
         """The stream after a final norm and the embedding of the next token [B, L, D] -> the same one depth on."""
         both_BLE = jnp.concatenate([normalise(self.embed_norm, next_BLD), normalise(self.hidden_norm, x_BLD)], axis=-1)

@@ -58,12 +58,20 @@ def test_each_policy_keeps_another_amount(setting):
     assert kept["names"] - kept["full"] == 2 * 16 * 4 * (32 + 16 + 16 + 48)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "relu2"])
-def test_names_of_are_those_that_the_blocks_produce(activation):
-    config = ModelConfig.model_validate({**CONFIG.model_dump(), "activation": activation, "qk_norm": True})
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"activation": name, "qk_norm": True} for name in ("swiglu", "gelu", "relu2", "swiglu_oss")),
+        {"moe": {"experts": 4}},
+        {"moe": {"experts": 4, "first_dense": 1}, "n_kv_heads": None, "mla": {"kv_rank": 8, "q_rank": 8}},
+    ],
+)
+def test_names_of_are_those_that_the_blocks_produce(changes):
+    config = ModelConfig.model_validate({**CONFIG.model_dump(), **changes})
     model = build(config)
     ids = jnp.zeros((1, 4), jnp.int32)
-    jaxpr = jax.make_jaxpr(lambda p: model.hidden(p, ids, ids, ids))(model.init(jax.random.key(0)))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    jaxpr = jax.make_jaxpr(lambda p: model.hidden(p, ids, ids, ids))(params)
     assert {*names_of(config)} == {name for name in NAMES if f"name={name}\n" in f"{jaxpr}".replace("]", "\n")}
 
 
