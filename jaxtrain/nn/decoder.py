@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from numpy.typing import NDArray
 
 from jaxtrain.config import ConfigError, ModelConfig, RematConfig
 from jaxtrain.mesh.rules import constrain

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config import ConfigError, ModelConfig
-from jaxtrain.nn.decoder import rope_frequencies
 from jaxtrain.nn.layers import Flow, clipped_swiglu
 from jaxtrain.nn.mla import LatentAttention
 from jaxtrain.nn.model import build
@@ -76,7 +75,7 @@ def test_latent_attention_is_that_of_the_paper(changes, scale):
     places = np.arange(L)[None]
 
     def run(params, window):
-        flow = Flow(jnp.ones_like(places), places, rope.tables(places, rope_frequencies(config)))
+        flow = Flow(jnp.ones_like(places), places, rope.tables(places, *rope.scaled(config.mla.rope_dim, config.rope)))
         return nnx.merge(graph, params)(x, flow, window)
 
     for window in (L, 3):
