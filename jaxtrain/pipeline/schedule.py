@@ -13,6 +13,7 @@ import csv
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,9 +37,9 @@ from jaxtrain.pipeline.table import (
 )
 
 __all__ = [
-    "MAKERS", "UNIT", "Costs", "Maker", "Op", "Order", "Phase", "Schedule", "ScheduleError", "Shape", "Span", "Timeline",
-    "classic_orders", "forward_schedule", "lockstep", "make_schedule", "plan_shape", "read_csv", "timeline", "validate",
-    "write_csv",
+    "MAKERS", "UNIT", "Costs", "Maker", "Op", "Order", "Phase", "Schedule", "ScheduleError", "Shape", "Span",
+    "Timeline", "classic_orders", "forward_schedule", "lockstep", "make_schedule", "plan_shape", "read_csv", "timeline",
+    "validate", "write_csv",
 ]  # fmt: skip
 
 Order = list[Op]
@@ -113,7 +114,7 @@ def _warm(shape: Shape, in_lockstep: bool, stage: int) -> int:
     behind = shape.stages - 1 - stage
     if shape.chunks == 1 and not in_lockstep:
         return behind + 1
-    return (shape.chunks - 1) * shape.stages + 2 * behind + 1
+    return (shape.chunks - 1) * len(_groups(shape)[0]) + 2 * behind + 1
 
 
 def _alternate(shape: Shape, warm: int, weights_later: int | None = None) -> Order:
@@ -129,11 +130,20 @@ def _alternate(shape: Shape, warm: int, weights_later: int | None = None) -> Ord
 
 
 def _sequence(shape: Shape, kind: str) -> Order:
-    """All work of a kind on a stage: P microbatches at a time (fewer at the end), each chunk of them in turn."""
-    P, v, M = shape
-    chunks = range(v) if kind == "F" else range(v)[::-1]
-    groups = [range(first, min(first + P, M)) for first in range(0, M, P)]
-    return [Op(kind, m, chunk) for group in groups for chunk in chunks for m in group]
+    """All work of a kind on a stage: a group of microbatches at a time, each chunk of them in turn."""
+    chunks = range(shape.chunks) if kind == "F" else range(shape.chunks)[::-1]
+    return [Op(kind, m, chunk) for group in _groups(shape) for chunk in chunks for m in group]
+
+
+def _groups(shape: Shape) -> list[range]:
+    """Microbatches that visit all chunks together, the larger groups first: P each, or more where P does not divide M.
+
+    A group of fewer than P would leave its second chunk waiting for the first to come round.
+    """
+    n = max(shape.microbatches // shape.stages, 1)
+    size, larger = divmod(shape.microbatches, n)
+    starts = [i * size + min(i, larger) for i in range(n + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]
 
 
 def lockstep(orders: Sequence[Order], shape: Shape) -> Cells:

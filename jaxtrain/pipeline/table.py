@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import NamedTuple
 
 import numpy as np
@@ -107,13 +107,14 @@ class Schedule:
     tick things happen in this order, for all stages at once:
 
     1. F: chunk `f_chunk` of the stage runs microbatch `f_microbatch` on input slot `f_input`; -1 there is the first
-       virtual stage, whose input is the embedding of the microbatch's tokens.
+       virtual stage, whose input is the embedding of the microbatch's tokens. What its backward needs (the inputs of
+       its layers) is written to kept slot `f_kept`.
     2. Head: where `head_microbatch` is not -1, the last stage's F output goes through head and loss; its cotangent is
        written to cotangent slot `head_cotangent` of stage P - 1.
-    3. B: `b_microbatch`, `b_chunk` from input slot `b_input` (-1: the embedding) and cotangent slot `b_cotangent`; the
-       first virtual stage's result is the embedding's cotangent. In a split schedule it also writes what W needs to
+    3. B: `b_microbatch`, `b_chunk` from kept slot `b_kept` and cotangent slot `b_cotangent`; the first virtual stage's
+       result is the embedding's cotangent. In a split schedule it also writes what W needs beside what is kept to
        stored slot `b_stored`, and gives no weight gradient.
-    4. W: weight gradient of `w_microbatch`, `w_chunk` from stored slot `w_stored`.
+    4. W: weight gradient of `w_microbatch`, `w_chunk` from kept slot `w_kept` and stored slot `w_stored`.
     5. Stages hand over: F outputs move to stage s + 1 (the last one's to 0) and are written to input slot
        `receive_input` of the receiver, B results to stage s - 1 and its cotangent slot `receive_cotangent`.
 
@@ -126,6 +127,7 @@ class Schedule:
     columns: dict[str, NDArray[np.int32]]
     phases: tuple[Phase, ...]
     input_slots: int
+    kept_slots: int
     cotangent_slots: int
     stored_slots: int
 
@@ -236,12 +238,16 @@ def _check_order(name: str, at: Mapping[Unit, int], unit: Unit, shape: Shape) ->
 
 
 # Moments of a tick, in the order of Schedule's docstring.
-_RUN_F, _HEAD, _RUN_B, _STORE, _RUN_W, _HAND_OVER = range(6)
+_READ_F, _KEEP, _HEAD, _READ_B, _STORE, _READ_W, _HAND_OVER = range(7)
+Life = tuple[int, int]
+"""The moments at which a slot is written and read for the last time; moment = 7 x tick + one of the above."""
+Place = tuple[int, int]
+"""(microbatch, virtual stage)."""
 
 
-def colour(lives: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[dict[tuple[int, int], int], int]:
-    """Slot of each life (first moment, last moment), and the fewest slots that hold them without an overlap."""
-    slots: dict[tuple[int, int], int] = {}
+def colour(lives: Mapping[Place, Life]) -> tuple[dict[Place, int], int]:
+    """Slot of each life, and the fewest slots that hold them without an overlap (interval colouring)."""
+    slots: dict[Place, int] = {}
     busy: list[tuple[int, int]] = []
     free: list[int] = []
     for key, (first, last) in sorted(lives.items(), key=lambda item: item[1]):
@@ -253,52 +259,58 @@ def colour(lives: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[dict[tuple
     return slots, 1 + max(slots.values(), default=-1)
 
 
+# Who writes and who reads each buffer; F's and B's results are written where they arrive.
+_ACCESS = {
+    "input": ("receive_input", "f_input"),
+    "kept": ("f_kept", "b_kept", "w_kept"),
+    "cotangent": ("receive_cotangent", "b_cotangent"),
+    "stored": ("b_stored", "w_stored"),
+}
+
+
 def _columns(at: Mapping[Unit, int], ticks: int, shape: Shape) -> tuple[dict[str, NDArray[np.int32]], list[int]]:
-    """The columns, and the numbers of input, cotangent and stored slots."""
-    P, last = shape.stages, shape.last
+    """The columns, and the numbers of input, kept, cotangent and stored slots."""
+    P = shape.stages
     names = [f"{kind}_{what}" for kind in "fbw" for what in ("microbatch", "chunk")]
-    names += ["f_input", "b_input", "b_cotangent", "b_stored", "w_stored", "receive_input", "receive_cotangent"]
+    names += [name for access in _ACCESS.values() for name in access]
     sizes = dict.fromkeys(names, (ticks, P)) | dict.fromkeys(("head_microbatch", "head_cotangent"), (ticks,))
     columns: dict[str, NDArray[np.int32]] = {name: np.full(size, -1, np.int32) for name, size in sizes.items()}
-    moment = {unit: tick * 6 for unit, tick in at.items()}
-    counts = [0, 0, 0]
-    for s in range(P):
-        units = [(m, q) for q in range(s, last + 1, P) for m in range(shape.microbatches)]
-        trained = [(m, q) for m, q in units if ("B", m, q) in at]
-        split = [(m, q) for m, q in units if ("W", m, q) in at]
-        end = {(m, q): moment["F", m, q] + _RUN_F for m, q in units}
-        end |= {(m, q): moment["B", m, q] + _RUN_B for m, q in trained}
-        inputs = {(m, q): (moment["F", m, q - 1] + _HAND_OVER, end[m, q]) for m, q in units if q}
-        cotangents = {
-            (m, q): (moment["F", m, q] + _HEAD if q == last else moment["B", m, q + 1] + _HAND_OVER, end[m, q])
-            for m, q in trained
-        }
-        stored = {(m, q): (moment["B", m, q] + _STORE, moment["W", m, q] + _RUN_W) for m, q in split}
-        coloured = [colour(lives) for lives in (inputs, cotangents, stored)]
-        (input_of, cotangent_of, stored_of), used = zip(*coloured, strict=True)
-        counts = [max(pair) for pair in zip(counts, used, strict=True)]
-        for m, q in units:
-            for kind in KINDS:
-                if (kind, m, q) in at:
-                    where = at[kind, m, q], s
-                    columns[f"{kind.lower()}_microbatch"][where] = m
-                    columns[f"{kind.lower()}_chunk"][where] = q // P
-            columns["f_input"][at["F", m, q], s] = input_of.get((m, q), -1)
-            if q:
-                columns["receive_input"][at["F", m, q - 1], s] = input_of[m, q]
-            if q == last:
-                columns["head_microbatch"][at["F", m, q]] = m
-        for m, q in trained:
-            columns["b_input"][at["B", m, q], s] = input_of.get((m, q), -1)
-            columns["b_cotangent"][at["B", m, q], s] = cotangent_of[m, q]
-            if q == last:
-                columns["head_cotangent"][at["F", m, q]] = cotangent_of[m, q]
-            else:
-                columns["receive_cotangent"][at["B", m, q + 1], s] = cotangent_of[m, q]
-        for m, q in split:
-            columns["b_stored"][at["B", m, q], s] = stored_of[m, q]
-            columns["w_stored"][at["W", m, q], s] = stored_of[m, q]
-    return columns, counts
+    for (kind, m, q), tick in at.items():
+        columns[f"{kind.lower()}_microbatch"][tick, q % P] = m
+        columns[f"{kind.lower()}_chunk"][tick, q % P] = q // P
+        if kind == "F" and q == shape.last:
+            columns["head_microbatch"][tick] = m
+    counts = dict.fromkeys(_ACCESS, 0)
+    for buffer, stage in product(_ACCESS, range(P)):
+        slots, count = colour({place: life for place, life in _lives(buffer, at, shape) if place[1] % P == stage})
+        counts[buffer] = max(counts[buffer], count)
+        for (m, q), slot in slots.items():
+            for name in _ACCESS[buffer]:
+                kind = name[0].upper()
+                if kind in KINDS and (kind, m, q) in at:
+                    columns[name][at[kind, m, q], stage] = slot
+            if buffer == "input":
+                columns["receive_input"][at["F", m, q - 1], stage] = slot
+            elif buffer == "cotangent" and q < shape.last:
+                columns["receive_cotangent"][at["B", m, q + 1], stage] = slot
+            elif buffer == "cotangent":
+                columns["head_cotangent"][at["F", m, q]] = slot
+    return columns, list(counts.values())
+
+
+def _lives(buffer: str, at: Mapping[Unit, int], shape: Shape) -> Iterator[tuple[Place, Life]]:
+    """From when to when a buffer holds something of each microbatch and virtual stage."""
+    for (kind, m, q), tick in at.items():
+        when = {k: 7 * at[k, m, q] for k in KINDS if (k, m, q) in at}
+        if buffer == "input" and kind == "F" and q:
+            yield (m, q), (7 * at["F", m, q - 1] + _HAND_OVER, 7 * tick + _READ_F)
+        if buffer == "kept" and kind == "B":
+            yield (m, q), (when["F"] + _KEEP, max(7 * tick + _READ_B, when.get("W", -1) + _READ_W))
+        if buffer == "cotangent" and kind == "B":
+            sent = when["F"] + _HEAD if q == shape.last else 7 * at["B", m, q + 1] + _HAND_OVER
+            yield (m, q), (sent, 7 * tick + _READ_B)
+        if buffer == "stored" and kind == "W":
+            yield (m, q), (when["B"] + _STORE, 7 * tick + _READ_W)
 
 
 def _phases(columns: Mapping[str, NDArray[np.int32]]) -> tuple[Phase, ...]:
@@ -342,32 +354,37 @@ def validate(schedule: Schedule) -> None:
         )
 
 
-def _moves(schedule: Schedule, tick: int, training: bool) -> Iterator[tuple[str, str, int, int, tuple[int, int]]]:
-    """(read, last read or write; buffer; stage; slot; (microbatch, virtual stage)) of a tick, in order."""
-    (P, _, _), last = schedule.shape, schedule.shape.last
+def _moves(schedule: Schedule, tick: int, training: bool) -> Iterator[tuple[str, str, int, int, Place]]:
+    """(read, last read or write; buffer; stage; slot; what) of a tick, in order."""
+    (P, _, _), last, split = schedule.shape, schedule.shape.last, schedule.split
     row = {name: column[tick] for name, column in schedule.columns.items()}
 
-    def work(kind: str) -> list[tuple[int, int, int]]:
-        found = [(s, int(row[f"{kind}_microbatch"][s]), int(row[f"{kind}_chunk"][s]) * P + s) for s in range(P)]
-        return [(s, m, q) for s, m, q in found if m >= 0]
+    def work(kind: str) -> list[tuple[int, Place]]:
+        found = [(s, (int(row[f"{kind}_microbatch"][s]), int(row[f"{kind}_chunk"][s]) * P + s)) for s in range(P)]
+        return [(s, place) for s, place in found if place[0] >= 0]
 
-    for s, m, q in work("f"):
+    def access(what: str, name: str, stage: int, place: Place) -> tuple[str, str, int, int, Place]:
+        slot = row[name] if row[name].ndim == 0 else row[name][stage]
+        return what, name.split("_")[1], stage, int(slot), place
+
+    for s, (m, q) in work("f"):
         if q:
-            yield "read" if training else "last read", "input", s, int(row["f_input"][s]), (m, q)
-    for s, m, q in work("f"):
+            yield access("last read", "f_input", s, (m, q))
+        if training:
+            yield access("write", "f_kept", s, (m, q))
         if q == last and training:
-            yield "write", "cotangent", s, int(row["head_cotangent"]), (m, q)
-    for s, m, q in work("b"):
-        if q:
-            yield "last read", "input", s, int(row["b_input"][s]), (m, q)
-        yield "last read", "cotangent", s, int(row["b_cotangent"][s]), (m, q)
-        if schedule.split:
-            yield "write", "stored", s, int(row["b_stored"][s]), (m, q)
-    for s, m, q in work("w"):
-        yield "last read", "stored", s, int(row["w_stored"][s]), (m, q)
-    for s, m, q in work("f"):
+            yield access("write", "head_cotangent", s, (m, q))
+    for s, place in work("b"):
+        yield access("read" if split else "last read", "b_kept", s, place)
+        yield access("last read", "b_cotangent", s, place)
+        if split:
+            yield access("write", "b_stored", s, place)
+    for s, place in work("w"):
+        yield access("last read", "w_kept", s, place)
+        yield access("last read", "w_stored", s, place)
+    for s, (m, q) in work("f"):
         if q != last:
-            yield "write", "input", (s + 1) % P, int(row["receive_input"][(s + 1) % P]), (m, q + 1)
-    for s, m, q in work("b"):
+            yield access("write", "receive_input", (s + 1) % P, (m, q + 1))
+    for s, (m, q) in work("b"):
         if q:
-            yield "write", "cotangent", (s - 1) % P, int(row["receive_cotangent"][(s - 1) % P]), (m, q - 1)
+            yield access("write", "receive_cotangent", (s - 1) % P, (m, q - 1))
