@@ -203,10 +203,10 @@ class Timeline:
         return 1 - busy / (self.time * len(self.spans))
 
     def waiting(self, stage: int, time: float) -> list[int]:
-        """Microbatches in flight on a stage: forward begun before `time`, backward not ended before it."""
+        """Microbatches in flight on a stage: forward begun before `time`, backward not ended by then."""
         spans = self.spans[stage]
         begun = [span.op[1:] for span in spans if span.op.kind == "F" and span.start < time]
-        ended = {span.op[1:] for span in spans if span.op.kind == "B" and span.stop < time}
+        ended = {span.op[1:] for span in spans if span.op.kind == "B" and span.stop <= time}
         return [microbatch for microbatch, chunk in begun if (microbatch, chunk) not in ended]
 
     @property
