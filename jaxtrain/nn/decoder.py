@@ -68,21 +68,35 @@ class Decoder(nnx.Module):
         self, tokens_BL: jax.Array, positions_BL: jax.Array, segments_BL: jax.Array, remat: RematConfig
     ) -> tuple[jax.Array, Stats]:
         """Token, position and segment ids [B, L] -> the residual stream after the final norm [B, L, D], and stats."""
-        config = self.config
         graph, stacked = nnx.split(self.layers)
-        rotation = rope.tables(positions_BL, rope_frequencies(config)) if config.positions == "rope" else None
-        flow = Flow(segments_BL, positions_BL, rotation)
-        # The pattern repeats over layers; a layer's window is scanned data, so that one body serves all layers.
-        windows = np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
+        flow = self.flow(positions_BL, segments_BL)
 
         def block(params: Any, x_BLD: jax.Array, window: jax.Array) -> tuple[jax.Array, Stats]:
             return nnx.merge(graph, params)(x_BLD, flow, window)
 
+        x_BLD = self.enter(tokens_BL, positions_BL)
+        x_BLD, stats = run_layers(block, nnx.to_pure_dict(stacked), x_BLD, jnp.asarray(layer_data(self.config)), remat)
+        return self.leave(x_BLD), stats
+
+    def enter(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
+        """Token and position ids [B, L] -> the residual stream before the first layer [B, L, D]."""
         # Two steps: a table split over vocabulary sums whole rows, which are then scattered over the residual's shards.
         x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "length", "hidden")
-        x_BLD = constrain(x_BLD, "batch", "residual_length", "hidden")
-        x_BLD, stats = run_layers(block, nnx.to_pure_dict(stacked), x_BLD, jnp.asarray(windows), remat)
-        return _normalise(self.norm, x_BLD), stats
+        return constrain(x_BLD, "batch", "residual_length", "hidden")
+
+    def flow(self, positions_BL: jax.Array, segments_BL: jax.Array) -> Flow:
+        """What every layer sees of the batch, from position and segment ids [B, L]."""
+        rotation = rope.tables(positions_BL, rope_frequencies(self.config)) if self.config.positions == "rope" else None
+        return Flow(segments_BL, positions_BL, rotation)
+
+    def leave(self, x_BLD: jax.Array) -> jax.Array:
+        """The residual stream after the last layer -> what the head reads [B, L, D]."""
+        return _normalise(self.norm, x_BLD)
+
+
+def layer_data(config: ModelConfig) -> NDArray[np.int32]:
+    """Window of each layer [n_layers]: the pattern repeats, and is scanned data so that one body serves all layers."""
+    return np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
 
 
 def rope_frequencies(config: ModelConfig) -> NDArray[np.float32]:

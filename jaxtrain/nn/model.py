@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.decoder import Decoder, Stats
+from jaxtrain.nn.layers import Flow
 from jaxtrain.numerics.remat import check_remat
 from jaxtrain.ops.loss import soft_cap
 
@@ -49,6 +51,23 @@ class Model:
         """
         check_remat(remat, self.config)
         return nnx.merge(self.graph, params)(tokens_BL, positions_BL, segments_BL, remat)
+
+    def enter(self, params: Tree, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
+        """The first part of `hidden`: token and position ids -> the residual stream before the first layer."""
+        return nnx.merge(self.graph, params).enter(tokens_BL, positions_BL)
+
+    def block(self, params: Tree) -> Callable[[Tree, jax.Array, Flow, Any], tuple[jax.Array, Stats]]:
+        """One layer of `hidden` as a function (its params, x_BLD, flow, its row of `layer_data`) -> (x_BLD, stats)."""
+        graph, _ = nnx.split(nnx.merge(self.graph, params).layers)
+        return lambda layer, x_BLD, flow, data: nnx.merge(graph, layer)(x_BLD, flow, data)
+
+    def flow(self, params: Tree, positions_BL: jax.Array, segments_BL: jax.Array) -> Flow:
+        """What every layer sees of the batch beside the residual stream."""
+        return nnx.merge(self.graph, params).flow(positions_BL, segments_BL)
+
+    def leave(self, params: Tree, x_BLD: jax.Array) -> jax.Array:
+        """The last part of `hidden`: the residual stream after the last layer -> what the head reads."""
+        return nnx.merge(self.graph, params).leave(x_BLD)
 
     def head(self, params: Tree) -> jax.Array:
         """The output projection [D, V]; the transposed embedding when tied."""

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config import ConfigError, RunConfig, TrainConfig
 from jaxtrain.data import FIELDS, Phase, phases_of
 from jaxtrain.mesh.layout import Layout, flatten_paths, plan_layout
 from jaxtrain.mesh.rules import Rules, resolve_rules
@@ -19,13 +19,14 @@ from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.numerics.remat import check_remat
 from jaxtrain.optim import build_optimizer, schedule_end
+from jaxtrain.pipeline.staged import stage_model
+from jaxtrain.pipeline.stages import Stages
 from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
 from jaxtrain.train.options import check_options
 from jaxtrain.train.state import State, abstract_state, create_state, state_bytes_per_device
 from jaxtrain.train.step import Batch, Step
 
 UNTRAINABLE = {
-    "pipe": "pipeline schedules",
     "seq": "context parallelism",
     "expert": "expert dispatch",
 }
@@ -95,11 +96,13 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
             )
     mesh = topology.mesh()
     model = build(config.model)
+    if topology.sizes["pipe"] > 1:
+        model = stage_model(model, plan_stages(config, topology.sizes["pipe"]))
     rules = resolve_rules(config.rules)
     layout = plan_layout(model.params, rules, topology.sizes, Precision(config.precision).separate_masters)
     phases = phases_of(config.data, config.train)
     plan, *plans = (
-        plan_batch(config.train, topology.sizes, layout.batch_axes, rows)
+        plan_batch(_train_of(config), topology.sizes, layout.batch_axes, rows)
         for rows in (None, *(phase.global_batch for phase in phases))
     )
     schedule_end(config.optimizer, config.train.updates)
@@ -108,6 +111,25 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     optimizer = build_optimizer(config.optimizer, model.params)
     step = Step(config, model, optimizer, layout, rules, mesh)
     return Setup(config, topology, mesh, model, rules, layout, plan, phases, tuple(plans), step)
+
+
+def plan_stages(config: RunConfig, stages: int) -> Stages:
+    """Which layers lie on which of `stages` stages."""
+    counts = [config.model.n_layers // stages] * stages
+    return Stages.of(counts, stages)
+
+
+def _train_of(config: RunConfig) -> TrainConfig:
+    """The train section with pipeline.microbatches as accumulation; ConfigError where both are set and differ."""
+    train, microbatches = config.train, config.pipeline.microbatches
+    if microbatches is None:
+        return train
+    if train.accumulation not in (None, microbatches):
+        raise ConfigError(
+            f"pipeline.microbatches {microbatches} is not train.accumulation {train.accumulation}: microbatches of a "
+            "pipeline are the accumulation, set one of them"
+        )
+    return train.model_copy(update={"accumulation": microbatches})
 
 
 def describe_sharding(setup: Setup) -> dict[str, Any]:

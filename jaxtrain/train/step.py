@@ -32,6 +32,10 @@ from jaxtrain.numerics.counter import counter_add, counter_float
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.loss import IGNORE, cross_entropy
 from jaxtrain.optim import clip_scale, global_norm, learning_rate
+from jaxtrain.pipeline.execute import Pipeline
+from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
+from jaxtrain.pipeline.staged import StagedModel
+from jaxtrain.pipeline.table import Shape
 from jaxtrain.train.state import State
 
 Batch = dict[str, jax.Array]
@@ -97,13 +101,18 @@ class Step:
 
     def evaluate(self, params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Sum of the loss and number of scored tokens over a [A, B, L] batch."""
-        weights = self._weights(params)
+        weights, totals = self._weights(params), self.totals(batch)
+        if isinstance(self.model, StagedModel):
+            with use_rules(self.rules, self.mesh):
+                sums = self._pipeline(self.model, weights, batch).forward(
+                    forward_schedule(self._shape(self.model, batch)), partial(self._head, totals=totals, scale=1.0)
+                )
+            return sums["loss"], sums["scored"]
 
         def body(_: None, rows: Batch) -> tuple[None, Sums]:
             with use_rules(self.rules, self.mesh):
                 return None, self._objective(weights, rows, totals, 1.0)[1]
 
-        totals = self.totals(batch)
         _, sums = lax.scan(body, None, batch)
         return jnp.sum(sums["loss"]), jnp.sum(sums["scored"])
 
@@ -118,44 +127,97 @@ class Step:
         layers report.
         """
         weights, totals = self._weights(params), self.totals(batch)
-        replicas = math.prod(self.mesh.shape[axis] for axis in self.layout.deferred_axes)
+        if self.replicas > 1:
+            batch = jax.tree.map(self._by_replica, batch)
+        if isinstance(self.model, StagedModel):
+            gradients, sums = self._pipelined(self.model, weights, batch, totals, scale)
+        else:
+            gradients, sums = self._accumulated(weights, batch, totals, scale)
+        if self.replicas > 1:
+            gradients, sums = jax.tree.map(self._reduce, gradients), {k: jnp.sum(s, axis=0) for k, s in sums.items()}
+        return self._pin(gradients, self.layout.gradients), sums
+
+    def _accumulated(self, weights: Tree, batch: Batch, totals: Sums, scale: jax.Array | float) -> tuple[Tree, Sums]:
+        """Sums over microbatches of gradients and sums, each replica for itself."""
 
         def scaled(weights: Tree, rows: Batch) -> tuple[jax.Array, Sums]:
             with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes):
                 return self._objective(weights, rows, totals, scale)
 
         grad: Callable[..., Any] = jax.grad(scaled, has_aux=True)
-        specs = self.layout.gradients
-        if replicas > 1:
+        lead: tuple[int, ...] = ()
+        if self.replicas > 1:
             grad = jax.vmap(grad, in_axes=(None, 0), spmd_axis_name=self.layout.deferred_axes)
-            specs = jax.tree.map(lambda s: PartitionSpec(self.layout.deferred_axes, *s), self.layout.weights)
-            batch = jax.tree.map(partial(self._by_replica, replicas=replicas), batch)
+            lead = (self.replicas,)
 
         def microbatch(total: Tree, rows: Batch) -> tuple[Tree, Sums]:
             gradient, sums = grad(weights, rows)
             summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient)
-            return self._pin(summed, specs), sums
+            return self._pin(summed, self._summed), sums
 
-        lead = (replicas,) if replicas > 1 else ()
-        zeros = jax.tree.map(lambda p: jnp.zeros(lead + p.shape, jnp.float32), params)
-        gradients, sums = _scan(microbatch, self._pin(zeros, specs), batch)
-        # Each sum comes once a microbatch, and once a replica within it.
-        sums = {name: jnp.sum(s, axis=(0, 1) if replicas > 1 else 0) for name, s in sums.items()}
-        if replicas > 1:
-            gradients = jax.tree.map(self._reduce, gradients)
-        return self._pin(gradients, self.layout.gradients), sums
+        zeros = jax.tree.map(lambda w: jnp.zeros(lead + w.shape, jnp.float32), weights)
+        gradients, sums = _scan(microbatch, self._pin(zeros, self._summed), batch)
+        return gradients, {name: jnp.sum(s, axis=0) for name, s in sums.items()}
+
+    def _pipelined(
+        self, model: StagedModel, weights: Tree, batch: Batch, totals: Sums, scale: jax.Array | float
+    ) -> tuple[Tree, Sums]:
+        """As `_accumulated`, the microbatches flowing through the stages of the pipe axis."""
+        schedule = make_schedule(self.config.pipeline.schedule, self._shape(model, batch))
+
+        def replica(weights: Tree, batch: Batch) -> tuple[Tree, Sums]:
+            with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes):
+                head = partial(self._head, totals=totals, scale=scale)
+                return self._pipeline(model, weights, batch).gradients(schedule, head, scale)
+
+        if self.replicas > 1:
+            replica = jax.vmap(replica, in_axes=(None, 1), spmd_axis_name=self.layout.deferred_axes)
+        gradients, sums = replica(weights, batch)
+        return self._pin(gradients, self._summed), sums
+
+    def _pipeline(self, model: StagedModel, weights: Tree, batch: Batch) -> Pipeline:
+        return Pipeline(model, model.stages, weights, self.layout.weights, batch, self.config.remat.every)
+
+    @staticmethod
+    def _shape(model: StagedModel, batch: Batch) -> Shape:
+        stages, chunks, _ = model.stages.shape
+        return Shape(stages, chunks, batch["tokens"].shape[0])
 
     def _objective(self, weights: Tree, rows: Batch, totals: Sums, scale: jax.Array | float) -> tuple[jax.Array, Sums]:
         """A microbatch's share of scale x (mean loss + auxiliary losses), and its sums."""
         x_BLD, stats = self.model.hidden(
             weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat
         )
+        objective, sums = self._score(weights, x_BLD, rows, totals, scale)
+        return objective + scale * jnp.sum(stats.get("objective", 0.0)), {**sums, **stats}
+
+    def _head(
+        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Sums, scale: jax.Array | float
+    ) -> tuple[jax.Array, Sums]:
+        """`_score` of the residual stream as the last layer leaves it."""
+        return self._score(weights, self.model.leave(weights, x_BLD), rows, totals, scale)
+
+    def _score(
+        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Sums, scale: jax.Array | float
+    ) -> tuple[jax.Array, Sums]:
+        """A microbatch's share of scale x mean loss, and its sums."""
         shards = math.prod(self.mesh.shape[axis] for axis in self._undeferred)
         softcap = self.config.model.logit_softcap
         loss, scored = cross_entropy(x_BLD, self.model.head(weights), rows["labels"], softcap, shards)
         # One factor: a float16 cotangent keeps the size of a token's share.
-        objective = loss * (scale / totals["scored"]) + scale * jnp.sum(stats.get("objective", 0.0))
-        return objective, {"loss": loss, "scored": scored, **stats}
+        return loss * (scale / totals["scored"]), {"loss": loss, "scored": scored}
+
+    @property
+    def replicas(self) -> int:
+        """Devices of the deferred axes: each keeps a gradient of its own until the update's end."""
+        return math.prod(self.mesh.shape[axis] for axis in self.layout.deferred_axes)
+
+    @cached_property
+    def _summed(self) -> Tree:
+        """Specs of gradients before their reduction, a leading dim of replicas where there are several."""
+        if self.replicas == 1:
+            return self.layout.gradients
+        return jax.tree.map(lambda s: PartitionSpec(self.layout.deferred_axes, *s), self.layout.weights)
 
     @property
     def _undeferred(self) -> tuple[Axis, ...]:
@@ -164,10 +226,10 @@ class Step:
     def _weights(self, params: Tree) -> Tree:
         return self._pin(self.precision.cast(params), self.layout.weights)
 
-    def _by_replica(self, field_ABL: jax.Array, replicas: int) -> jax.Array:
+    def _by_replica(self, field_ABL: jax.Array) -> jax.Array:
         a, b, length = field_ABL.shape
         spec = PartitionSpec(None, self.layout.deferred_axes, self._undeferred or None, None)
-        split = field_ABL.reshape(a, replicas, b // replicas, length)
+        split = field_ABL.reshape(a, self.replicas, b // self.replicas, length)
         return lax.with_sharding_constraint(split, NamedSharding(self.mesh, spec))
 
     def _reduce(self, gradient_R: jax.Array) -> jax.Array:
