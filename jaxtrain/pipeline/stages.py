@@ -7,7 +7,6 @@ of stage s is row (s v + c) J + j. Where stages hold different numbers of layers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,16 +28,6 @@ class Stages:
     """Which layer lies at which place: int32 [P, v, J], -1 where a place is empty."""
 
     layers: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, counts: Sequence[int], stages: int) -> Stages:
-        """From the number of layers of each virtual stage (chunk c of stage s is virtual stage c P + s)."""
-        chunks, places = len(counts) // stages, max(counts)
-        ends = np.cumsum(counts)
-        table = np.full((stages, chunks, places), -1, np.int32)
-        for q, (end, count) in enumerate(zip(ends, counts, strict=True)):
-            table[q % stages, q // stages, :count] = np.arange(end - count, end)
-        return cls(table)
 
     @property
     def shape(self) -> tuple[int, int, int]:

@@ -8,22 +8,25 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import ConfigError, RunConfig, TrainConfig
 from jaxtrain.data import FIELDS, Phase, phases_of
-from jaxtrain.mesh.layout import Layout, flatten_paths, plan_layout
+from jaxtrain.mesh.layout import Layout, extend_spec, flatten_paths, plan_layout
+from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import Rules, resolve_rules
 from jaxtrain.mesh.topology import Topology, build_topology
 from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.numerics.remat import check_remat
 from jaxtrain.optim import build_optimizer, schedule_end
-from jaxtrain.pipeline.staged import stage_model
+from jaxtrain.pipeline.schedule import make_schedule, plan_shape
+from jaxtrain.pipeline.split import plan_split
+from jaxtrain.pipeline.staged import StagedModel, stage_model
 from jaxtrain.pipeline.stages import Stages
 from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
 from jaxtrain.train.options import check_options
-from jaxtrain.train.state import State, abstract_state, create_state, state_bytes_per_device
+from jaxtrain.train.state import State, abstract_state, create_state, stacked_leaves, state_bytes_per_device
 from jaxtrain.train.step import Batch, Step
 
 UNTRAINABLE = {
@@ -55,6 +58,47 @@ class Setup:
     def abstract(self) -> State:
         """The train state's shapes and shardings."""
         return abstract_state(self.model, self.step.optimizer, self.config.precision, self.layout, self.mesh)
+
+    @cached_property
+    def saved(self) -> State:
+        """The state as checkpoints hold it, layers in the model's order: shapes and shardings."""
+        return jax.tree.map(self._saved_leaf, self.abstract, self._reordered)
+
+    def to_saved(self, state: State) -> State:
+        """A state as checkpoints hold it, bit for bit; the state itself where its layers lie in the model's order."""
+        return self._reorder(state, "to_model", self.saved)
+
+    def from_saved(self, saved: State) -> State:
+        """The inverse of `to_saved`."""
+        return self._reorder(saved, "to_stages", self.abstract)
+
+    @cached_property
+    def _reordered(self) -> State:
+        if not isinstance(self.model, StagedModel) or self.model.stages.identity:
+            return jax.tree.map(lambda _: False, self.abstract)
+        return stacked_leaves(self.model, self.step.optimizer, self.abstract)
+
+    def _saved_leaf(self, leaf: jax.ShapeDtypeStruct, reordered: bool) -> jax.ShapeDtypeStruct:
+        if not reordered:
+            return leaf
+        shape, spec = (self.config.model.n_layers, *leaf.shape[1:]), leaf.sharding.spec  # type: ignore[union-attr]
+        if shape[0] % self.topology.sizes["pipe"]:
+            # Fewer layers than places need not divide: another dimension takes the axis, so that no device holds all.
+            bare = PartitionSpec(None, *spec[1:])
+            names = ("layers", *("other",) * (len(shape) - 1))
+            spec = extend_spec(Param(shape, names), bare, ("pipe",), self.topology.sizes) or bare
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def _reorder(self, state: State, way: str, target: State) -> State:
+        if not any(jax.tree.leaves(self._reordered)):
+            return state
+        function = getattr(self.model.stages, way)  # type: ignore[attr-defined]
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+
+        def reorder(state: State) -> State:
+            return jax.tree.map(lambda leaf, there: function(leaf) if there else leaf, state, self._reordered)
+
+        return jax.jit(reorder, out_shardings=shardings)(state)
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -95,31 +139,48 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
                 f"set mesh.{axis}: 1 (inspect describes such a mesh already)"
             )
     mesh = topology.mesh()
-    model = build(config.model)
+    model = plain = build(config.model)
     if topology.sizes["pipe"] > 1:
-        model = stage_model(model, plan_stages(config, topology.sizes["pipe"]))
+        model = stage_model(plain, plan_stages(config, plain, topology.sizes["pipe"]))
     rules = resolve_rules(config.rules)
     layout = plan_layout(model.params, rules, topology.sizes, Precision(config.precision).separate_masters)
     phases = phases_of(config.data, config.train)
     plan, *plans = (
-        plan_batch(_train_of(config), topology.sizes, layout.batch_axes, rows)
+        plan_batch(train_of(config), topology.sizes, layout.batch_axes, rows)
         for rows in (None, *(phase.global_batch for phase in phases))
     )
+    if topology.sizes["pipe"] > 1:
+        for each in (plan, *plans):
+            make_schedule(
+                config.pipeline.schedule, plan_shape(config.pipeline, topology.sizes["pipe"], each.accumulation)
+            )
     schedule_end(config.optimizer, config.train.updates)
     check_remat(config.remat, config.model)
     check_options(config.xla)
-    optimizer = build_optimizer(config.optimizer, model.params)
+    optimizer = build_optimizer(config.optimizer, plain.params)
     step = Step(config, model, optimizer, layout, rules, mesh)
     return Setup(config, topology, mesh, model, rules, layout, plan, phases, tuple(plans), step)
 
 
-def plan_stages(config: RunConfig, stages: int) -> Stages:
-    """Which layers lie on which of `stages` stages."""
-    counts = [config.model.n_layers // stages] * stages
-    return Stages.of(counts, stages)
+def plan_stages(config: RunConfig, model: Model, stages: int) -> Stages:
+    """Which layers of `model` lie on which of `stages` stages; raises ConfigError where they cannot be cut so."""
+    if config.remat.policy in ("dots", "names"):
+        raise ConfigError(
+            f"remat.policy {config.remat.policy} with mesh.pipe {stages}: a pipeline keeps the input of every "
+            "remat.every layers of a microbatch and recomputes the rest; set remat.policy: full"
+        )
+    chunks = plan_shape(config.pipeline, stages, config.pipeline.microbatches or 1).chunks
+    places = plan_split(model.params, config.pipeline, stages, chunks).places
+    if places.shape[-1] % config.remat.every:
+        raise ConfigError(
+            f"remat.every {config.remat.every} does not divide the {places.shape[-1]} places for layers of a stage's "
+            f"chunk (model.n_layers {config.model.n_layers}, mesh.pipe {stages}, pipeline.chunks {chunks}): "
+            "use a divisor"
+        )
+    return Stages(places)
 
 
-def _train_of(config: RunConfig) -> TrainConfig:
+def train_of(config: RunConfig) -> TrainConfig:
     """The train section with pipeline.microbatches as accumulation; ConfigError where both are set and differ."""
     train, microbatches = config.train, config.pipeline.microbatches
     if microbatches is None:
