@@ -76,19 +76,21 @@ def needs(unit: Unit, shape: Shape) -> tuple[Unit, int] | None:
 
 
 class Costs(NamedTuple):
-    """Time of a forward, of a backward of inputs and of one of weights, in any unit."""
+    """Time of a chunk's forward, of its backward of inputs and of weights, and of what a backward recomputes first."""
 
     forward: float = 1
     inputs: float = 1
     weights: float = 1
+    recompute: float = 0
 
     def of(self, kind: str, split: bool) -> float:
-        """Time of one piece of work; an unsplit backward is both."""
-        return {"F": self.forward, "B": self.inputs + (0 if split else self.weights), "W": self.weights}[kind]
+        """Time of one piece of work; an unsplit backward is of inputs and weights, a split one recomputes twice."""
+        backward = self.recompute + self.inputs + (0 if split else self.weights)
+        return {"F": self.forward, "B": backward, "W": self.recompute + self.weights}[kind]
 
 
 UNIT = Costs()
-"""Forward, backward of inputs and of weights take one unit each."""
+"""Forward, backward of inputs and of weights take one unit each, and nothing is recomputed."""
 
 
 class Phase(NamedTuple):
@@ -169,11 +171,14 @@ class Schedule:
         """Ticks in which the executor runs a kind of work, on all stages, whether a stage has any or not."""
         return sum(phase.stop - phase.start for phase in self.phases if kind in phase.kinds)
 
+    def time(self, costs: Costs = UNIT) -> float:
+        """Time of an update in the executor: all stages run a tick together, whether they have work in it or not."""
+        return sum(self.places(kind) * costs.of(kind, self.split) for kind in KINDS)
+
     def bubble(self, costs: Costs = UNIT) -> float:
-        """Share of the executor's time in which a stage works for nothing, on average."""
+        """Share of that time in which a stage works for nothing, on average."""
         kinds = [kind for kind in KINDS if self.places(kind)]
-        spent = sum(self.places(kind) * costs.of(kind, self.split) for kind in kinds)
-        return 1 - self.shape.work * sum(costs.of(kind, self.split) for kind in kinds) / spent
+        return 1 - self.shape.work * sum(costs.of(kind, self.split) for kind in kinds) / self.time(costs)
 
 
 def build(name: str, cells: Cells, shape: Shape, training: bool = True) -> Schedule:
