@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from jaxtrain.mesh.rules import active_mesh, constrain
 from jaxtrain.nn.decoder import layer_data
 from jaxtrain.nn.model import Model
+from jaxtrain.pipeline.halves import Halves, halve
 from jaxtrain.pipeline.stages import LAYERS, Stages
 from jaxtrain.pipeline.table import Schedule
 
@@ -100,16 +101,24 @@ class Pipeline:
                 "outer": float32(self.outer),
             }
             if schedule.split:
-                carry["stored"] = jnp.zeros((P, schedule.stored_slots, segments, *x_BLD.shape), dtype)
+                carry["stored"] = [
+                    jnp.zeros((P, schedule.stored_slots, segments, *one.shape), one.dtype)
+                    for one in jax.eval_shape(lambda: self._stored(x_BLD))
+                ]
         return self._pin_carry(carry)
 
     def _pin_carry(self, carry: Carry) -> Carry:
         """Buffers are cut like the residual stream, sums of gradients like the weights."""
-        out = dict(carry)
-        for name in ("arrived", "cotangents", "kept", "stored"):
+        out = {**carry, "stored": list(carry["stored"])} if "stored" in carry else dict(carry)
+        for name in ("arrived", "cotangents", "kept"):
             if name in carry:
                 whole = (None,) * (carry[name].ndim - 4)
                 out[name] = constrain(carry[name], LAYERS, *whole, *RESIDUAL)
+        if "stored" in carry and (mesh := active_mesh()) is not None:
+            # Between the halves of a backward are values of any kind: each lies as the operation that made it says.
+            for i, one in enumerate(carry["stored"]):
+                spec = PartitionSpec(PIPE, *(PartitionSpec.UNCONSTRAINED,) * (one.ndim - 1))
+                out["stored"][i] = lax.with_sharding_constraint(one, NamedSharding(mesh, spec))
         if "layers" in carry and self.specs is not None:
             out["layers"] = _pin(carry["layers"], jax.tree.map(_by_stage, self.specs[LAYERS]))
             out["outer"] = _pin(carry["outer"], {k: s for k, s in self.specs.items() if k != LAYERS})
@@ -152,7 +161,7 @@ class Pipeline:
         if "B" in kinds:
             carry, gx_PBLD = self._backward(carry, row, slope)
         if "W" in kinds:
-            carry = self._backward_weights(carry, row, slope)
+            carry = self._backward_weights(carry, row)
         if y_PBLD is not None:
             carry["arrived"] = _put(carry["arrived"], self._shift(y_PBLD, 1), row["receive_input"])
         if gx_PBLD is not None:
@@ -206,14 +215,16 @@ class Pipeline:
         on_P = m_P >= 0
         ct_PBLD = _take(carry["cotangents"], row["b_cotangent"])
         ct_PBLD = constrain(jnp.where(_wide(on_P, ct_PBLD), ct_PBLD, 0), LAYERS, *RESIDUAL)
-        gx_PBLD, layers, cotangents = _over_stages(partial(self._stage_backward, split="stored" in carry))(
+        gx_PBLD, layers, stored = _over_stages(partial(self._stage_backward, split="stored" in carry))(
             self.layers, carry["layers"], *self._of_stage(chunk_P, m_P),
             carry["kept"], jnp.maximum(row["b_kept"], 0), ct_PBLD, jnp.where(on_P, slope, 0.0), *self._seen(m_P),
         )  # fmt: skip
         gx_PBLD = constrain(gx_PBLD, LAYERS, *RESIDUAL)
         carry = {**carry, "layers": layers}
         if "stored" in carry:
-            carry["stored"] = _put(carry["stored"], cotangents, row["b_stored"])
+            carry["stored"] = [
+                _put(buffer, one, row["b_stored"]) for buffer, one in zip(carry["stored"], stored, strict=True)
+            ]
         leaving = (m_P[0] >= 0) & (chunk_P[0] == 0)
         gx_BLD = constrain(jnp.where(leaving, _of_one_stage(gx_PBLD, 0), 0), *RESIDUAL)
         rows = self._fields(m_P[0])
@@ -224,13 +235,13 @@ class Pipeline:
         (outer,) = jax.vjp(enter, self.outer)[1](gx_BLD)
         return {**carry, "outer": _add(carry["outer"], outer)}, gx_PBLD
 
-    def _backward_weights(self, carry: Carry, row: Row, slope: Any) -> Carry:
+    def _backward_weights(self, carry: Carry, row: Row) -> Carry:
         m_P, chunk_P = row["w_microbatch"], row["w_chunk"]
         on_P = m_P >= 0
         layers = _over_stages(self._stage_weights)(
             self.layers, carry["layers"], *self._of_stage(chunk_P, m_P),
-            carry["kept"], jnp.maximum(row["w_kept"], 0), carry["stored"], jnp.maximum(row["w_stored"], 0),
-            on_P, jnp.where(on_P, slope, 0.0), *self._seen(m_P),
+            carry["kept"], jnp.maximum(row["w_kept"], 0), carry["stored"], jnp.maximum(row["w_stored"], 0), on_P,
+            *self._seen(m_P),
         )  # fmt: skip
         return {**carry, "layers": layers}
 
@@ -263,7 +274,9 @@ class Pipeline:
         weights = jax.tree.map(lambda w: w[0], self.weights[LAYERS])
         return self.model.block(self.weights)(weights, x_BLD, flow, jnp.asarray(layer_data(self.model.config))[0])[1]
 
-    def _segment(self, flow: Any, data: jax.Array, real: jax.Array, weights: Tree, x_BLD: jax.Array) -> Any:
+    def _segment(
+        self, flow: Any, data: jax.Array, real: jax.Array, weights: Tree, x_BLD: jax.Array, unrolled: bool = False
+    ) -> Any:
         """E layers in turn: ((x, their objective), stats [E, ...]); a place without a layer passes x on."""
         block = self.model.block(self.weights)
 
@@ -275,9 +288,12 @@ class Pipeline:
                 stats = jax.tree.map(lambda s: jnp.where(there, s, jnp.zeros_like(s)), stats)
             return y_BLD, stats
 
-        if self.every == 1:
-            x_BLD, stats = layer(x_BLD, jax.tree.map(lambda a: a[0], (weights, data, real)))
-            stats = jax.tree.map(lambda s: s[None], stats)
+        if unrolled or self.every == 1:
+            found = []
+            for i in range(self.every):
+                x_BLD, stats = layer(x_BLD, jax.tree.map(lambda a, i=i: a[i], (weights, data, real)))
+                found.append(stats)
+            stats = jax.tree.map(lambda *each: jnp.stack(each), *found)
         else:
             x_BLD, stats = lax.scan(layer, x_BLD, (weights, data, real))
         return (x_BLD, jnp.sum(stats.get("objective", jnp.float32(0)))), stats
@@ -295,41 +311,60 @@ class Pipeline:
         y_BLD, (kept, stats) = lax.scan(segment, x_BLD, self._segments)
         return y_BLD, kept, jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), stats)
 
+    def _segment_backward(
+        self, known: tuple[Any, ...], fresh: tuple[jax.Array, jax.Array], unrolled: bool = False
+    ) -> tuple[jax.Array, Tree]:
+        """Cotangent of a segment's input and gradient of its weights; `fresh` are those of its output and objective."""
+        flow, data, real, weights, x_BLD = known
+        run = partial(self._segment, flow, data, real, unrolled=unrolled)
+        (_, value), pull, _ = jax.vjp(run, weights, x_BLD, has_aux=True)
+        gradient, gx_BLD = pull((fresh[0], fresh[1].astype(value.dtype)))
+        return gx_BLD, gradient
+
+    def _halves(self, known: tuple[Any, ...], x_BLD: jax.Array) -> Halves:
+        # A loop over layers would be one operation, which no cut can part.
+        return halve(partial(self._segment_backward, unrolled=True), known, (x_BLD, jnp.float32(0)))
+
+    def _stored(self, x_BLD: jax.Array) -> list[jax.Array]:
+        """What goes from one half of a segment's backward to the other (for its shapes)."""
+        flow = self.model.flow(self.weights, self.batch["positions"][0], self.batch["segments"][0])
+        data, real, _ = self._of_stage(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+        first = jax.tree.map(lambda a: a[0, : self.every], (data, real, self.layers))
+        known = (flow, *first, x_BLD)
+        return self._halves(known, x_BLD).inputs(known, (x_BLD, jnp.float32(0)))[1]
+
     def _stage_backward(
         self, layers: Tree, total: Tree, data: jax.Array, real: jax.Array, start: jax.Array, kept: jax.Array,
         slot: jax.Array, ct_BLD: jax.Array, slope: jax.Array, *seen: jax.Array, split: bool,
-    ) -> tuple[jax.Array, Tree, jax.Array | None]:  # fmt: skip
-        """Back through a chunk: cotangent of its input, gradients added to `total`, cotangents of each segment."""
+    ) -> tuple[jax.Array, Tree, list[jax.Array] | None]:  # fmt: skip
+        """Back through a chunk: cotangent of its input, gradients added to `total` or what `_stage_weights` needs."""
         flow = self.model.flow(self.weights, *seen)
 
         def segment(carry: tuple[jax.Array, Tree], n: jax.Array) -> Any:
             ct_BLD, total = carry
             weights, row, there = self._slices((layers, data, real), start, n)
-            run = partial(self._segment, flow, row, there)
-            x_BLD = kept[slot, n]
+            known = (flow, row, there, weights, kept[slot, n])
             if split:
-                (_, value), pull, _ = jax.vjp(partial(run, weights), x_BLD, has_aux=True)
-                return (pull((ct_BLD, slope.astype(value.dtype)))[0], total), ct_BLD
-            (_, value), pull, _ = jax.vjp(run, weights, x_BLD, has_aux=True)
-            gradient, gx_BLD = pull((ct_BLD, slope.astype(value.dtype)))
+                gx_BLD, stored = self._halves(known, ct_BLD).inputs(known, (ct_BLD, slope))
+                return (gx_BLD, total), stored
+            gx_BLD, gradient = self._segment_backward(known, (ct_BLD, slope))
             return (gx_BLD, self._add_slice(total, gradient, start, n)), None
 
-        (gx_BLD, total), cotangents = lax.scan(segment, (ct_BLD, total), self._segments, reverse=True)
-        return gx_BLD, total, cotangents
+        (gx_BLD, total), stored = lax.scan(segment, (ct_BLD, total), self._segments, reverse=True)
+        return gx_BLD, total, stored
 
     def _stage_weights(
         self, layers: Tree, total: Tree, data: jax.Array, real: jax.Array, start: jax.Array, kept: jax.Array,
-        slot: jax.Array, stored: jax.Array, place: jax.Array, on: jax.Array, slope: jax.Array, *seen: jax.Array,
+        slot: jax.Array, stored: list[jax.Array], place: jax.Array, on: jax.Array, *seen: jax.Array,
     ) -> Tree:  # fmt: skip
-        """Gradients of a chunk's weights from the input and output cotangent of each segment, added to `total`."""
+        """Gradients of a chunk's weights from what its backward stored, added to `total`."""
         flow = self.model.flow(self.weights, *seen)
 
         def segment(total: Tree, n: jax.Array) -> tuple[Tree, None]:
             weights, row, there = self._slices((layers, data, real), start, n)
-            x_BLD = kept[slot, n]
-            (_, value), pull, _ = jax.vjp(lambda w: self._segment(flow, row, there, w, x_BLD), weights, has_aux=True)
-            ct_BLD = jnp.where(on, stored[place, n], 0)
-            (gradient,) = pull((ct_BLD, slope.astype(value.dtype)))
+            known = (flow, row, there, weights, kept[slot, n])
+            gradient = self._halves(known, known[-1]).weights(known, [one[place, n] for one in stored])
+            gradient = jax.tree.map(lambda g: jnp.where(on, g, 0), gradient)
             return self._add_slice(total, gradient, start, n), None
 
         return lax.scan(segment, total, self._segments)[0]

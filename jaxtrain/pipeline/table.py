@@ -76,7 +76,7 @@ def needs(unit: Unit, shape: Shape) -> tuple[Unit, int] | None:
 
 
 class Costs(NamedTuple):
-    """Time of a chunk's forward, of its backward of inputs and of weights, and of what a backward recomputes first."""
+    """Time of a chunk's forward, of its backward of inputs and of weights, and of what B recomputes before them."""
 
     forward: float = 1
     inputs: float = 1
@@ -84,9 +84,9 @@ class Costs(NamedTuple):
     recompute: float = 0
 
     def of(self, kind: str, split: bool) -> float:
-        """Time of one piece of work; an unsplit backward is of inputs and weights, a split one recomputes twice."""
+        """Time of one piece of work; an unsplit backward is of inputs and weights."""
         backward = self.recompute + self.inputs + (0 if split else self.weights)
-        return {"F": self.forward, "B": backward, "W": self.recompute + self.weights}[kind]
+        return {"F": self.forward, "B": backward, "W": self.weights}[kind]
 
 
 UNIT = Costs()
