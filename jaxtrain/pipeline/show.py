@@ -74,14 +74,17 @@ class Picture:
 
     @cached_property
     def slot_bytes(self) -> dict[str, int]:
-        """Bytes a device of one slot of each buffer: residual streams of a microbatch, one a layer where it is kept."""
+        """Bytes a device of one slot: residual streams of a microbatch, one a layer (of remat.every) where it is kept.
+
+        What goes from one half of a split backward to the other is not among them: the operations of a layer say it.
+        """
         config, sizes = self.laid.config, self.laid.topology.sizes
         rules = resolve_rules(config.rules)
         shards = math.prod(sizes[axis] for name in ("residual_length", "hidden") for axis in rules.axes(name))
         positions = self.plan.microbatch * config.data.length
         stream = positions * config.model.d_model * Precision(config.precision).compute.itemsize // shards
         layers = len(self.split.pattern) // config.remat.every
-        return {"input": stream, "kept": stream * layers, "cotangent": stream, "stored": stream * layers}
+        return {"input": stream, "kept": stream * layers, "cotangent": stream}
 
     @property
     def slots(self) -> dict[str, int]:
@@ -191,8 +194,8 @@ class Picture:
         table = Table("buffer", "slots", "bytes of a slot", "bytes a device", title="What a stage holds between ticks")
         for name, count in self.slots.items():
             if count:
-                size = self.slot_bytes[name]
-                table.add_row(name, str(count), f"{size:,}", f"{count * size:,}")
+                size = self.slot_bytes.get(name)
+                table.add_row(name, str(count), *(f"{n * size:,}" if size else "-" for n in (1, count)))
         return table
 
     def _classic_rows(self) -> list[tuple[str, list[tuple[str, str]]]]:
