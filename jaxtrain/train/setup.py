@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -12,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import ConfigError, RunConfig, TrainConfig
 from jaxtrain.data import FIELDS, Phase, phases_of
-from jaxtrain.mesh.layout import Layout, extend_spec, flatten_paths, plan_layout
+from jaxtrain.mesh.layout import Layout, bytes_per_device, extend_spec, flatten_paths, plan_layout
 from jaxtrain.mesh.param import Param
-from jaxtrain.mesh.rules import Rules, resolve_rules
+from jaxtrain.mesh.rules import Rules, resolve_rules, show_axes
 from jaxtrain.mesh.topology import Topology, build_topology
 from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
@@ -23,7 +23,8 @@ from jaxtrain.optim import build_optimizer, schedule_end
 from jaxtrain.pipeline.schedule import make_schedule, plan_shape
 from jaxtrain.pipeline.split import plan_split
 from jaxtrain.pipeline.staged import StagedModel, stage_model
-from jaxtrain.pipeline.stages import Stages
+from jaxtrain.pipeline.stages import LAYERS, Stages
+from jaxtrain.pipeline.table import Schedule
 from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
 from jaxtrain.train.options import check_options
 from jaxtrain.train.state import State, abstract_state, create_state, stacked_leaves, state_bytes_per_device
@@ -149,11 +150,12 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
         plan_batch(train_of(config), topology.sizes, layout.batch_axes, rows)
         for rows in (None, *(phase.global_batch for phase in phases))
     )
-    if topology.sizes["pipe"] > 1:
-        for each in (plan, *plans):
-            make_schedule(
-                config.pipeline.schedule, plan_shape(config.pipeline, topology.sizes["pipe"], each.accumulation)
-            )
+    if isinstance(model, StagedModel):
+        # Phases of data.schedule may have other numbers of microbatches: what cannot run is refused before the first.
+        shapes = [plan_shape(config.pipeline, topology.sizes["pipe"], each.accumulation) for each in (plan, *plans)]
+        schedules = [make_schedule(config.pipeline.schedule, shape) for shape in shapes]
+        notes = pipeline_notes(config, model, layout, schedules[0])
+        layout = replace(layout, notes=(*layout.notes, *notes))
     schedule_end(config.optimizer, config.train.updates)
     check_remat(config.remat, config.model)
     check_options(config.xla)
@@ -178,6 +180,34 @@ def plan_stages(config: RunConfig, model: Model, stages: int) -> Stages:
             "use a divisor"
         )
     return Stages(places)
+
+
+def pipeline_notes(config: RunConfig, model: StagedModel, layout: Layout, schedule: Schedule) -> tuple[str, ...]:
+    """What a pipelined run costs that its settings do not say."""
+    chunks = schedule.shape.chunks
+    notes = [
+        f"pipeline: {schedule.name}, {schedule.ticks} ticks an update, {schedule.bubble():.1%} of the time idle; "
+        f"a stage keeps layer inputs of {schedule.kept_slots} microbatches"
+    ]
+    if config.remat.policy == "none":
+        notes.append(
+            "pipeline: the backward pass computes a layer again from its kept input, as remat.policy full says: a "
+            "pipeline has no other"
+        )
+    gathered = tuple(axis for axis in layout.batch_axes if axis not in layout.deferred_axes)
+    if gathered:
+        sizes = {**layout.sizes, **dict.fromkeys(gathered, 1)}
+        layers, specs = model.params[LAYERS], layout.weights[LAYERS]
+        itemsize = 4 if config.precision.compute == "float32" else 2
+        bytes_of = partial(bytes_per_device, layers, specs, itemsize=itemsize)
+        tick = (bytes_of(sizes=sizes) - bytes_of(sizes=layout.sizes)) / chunks
+        ticks = sum(schedule.places(kind) for kind in "FBW")
+        notes.append(
+            f"pipeline: weights are sharded over {show_axes(gathered)} (ZeRO-3), so each stage gathers its layers "
+            f"again in every forward and backward: {tick * ticks / 1e9:.3g} GB to a device an update; rules.preset "
+            "zero1 or zero2 gathers once"
+        )
+    return tuple(notes)
 
 
 def train_of(config: RunConfig) -> TrainConfig:
