@@ -12,11 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 Tree = Any
 # Never computed twice: what they cost outweighs the memory of what they give.
-_DEAR = ("dot", "conv", "scan", "while", "cond", "shard_map", "custom_call", "pallas_call", "gather", "scatter", "sort")
+_DEAR = (
+    "dot_general", "ragged_dot", "conv_general", "scan", "while", "cond", "shard_map", "custom_call", "pallas_call",
+    "gather", "scatter", "sort",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,12 +44,11 @@ def halve(backward: Callable[[Tree, Tree], tuple[Tree, Tree]], known: Tree, fres
     first_leaves, first_tree = jax.tree.flatten(shapes[0])
     second_tree = jax.tree.structure(shapes[1])
     firsts, seconds = jaxpr.outvars[: len(first_leaves)], jaxpr.outvars[len(first_leaves) :]
-    free = set(jaxpr.constvars) | set(jaxpr.invars[: len(jax.tree.leaves(known))])
-    early = _needed(jaxpr.eqns, firsts)
-    late, carried = _late(jaxpr, early, seconds, free)
-
+    n_known = len(jax.tree.leaves(known))
+    early = _needed(jaxpr.eqns, [*firsts, *_soon(jaxpr, firsts, seconds)])
+    late, carried = _late(jaxpr, early, seconds, n_known)
     run_early = _function(closed, early, jaxpr.invars, [*firsts, *carried])
-    run_late = _function(closed, late, [*jaxpr.invars[: len(jax.tree.leaves(known))], *carried], seconds)
+    run_late = _function(closed, late, [*jaxpr.invars[:n_known], *carried], seconds)
 
     def inputs(known: Tree, fresh: Tree) -> tuple[Tree, list[jax.Array]]:
         values = run_early(*jax.tree.leaves((known, fresh)))
@@ -66,29 +71,65 @@ def _needed(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[Jaxpr
     return found[::-1]
 
 
-def _late(
-    jaxpr: Jaxpr, early: Sequence[JaxprEqn], outputs: Sequence[Any], free: set[Var]
-) -> tuple[list[JaxprEqn], list[Var]]:
-    """Operations of the second half, and values of the first that it takes over.
+def _soon(jaxpr: Jaxpr, firsts: Sequence[Any], seconds: Sequence[Any]) -> list[Any]:
+    """Those of the second results that cost nothing dear (gradients of norms and biases): not worth their inputs."""
+    done = {id(equation) for equation in _needed(jaxpr.eqns, firsts)}
+    return [v for v in seconds if not any(_dear(e) for e in _needed(jaxpr.eqns, [v]) if id(e) not in done)]
 
-    Cheap operations of the first half are done again where what they read is no larger than what they give.
+
+def _late(
+    jaxpr: Jaxpr, early: Sequence[JaxprEqn], outputs: Sequence[Any], n_known: int
+) -> tuple[list[JaxprEqn], list[Var]]:
+    """Operations of the second half, and the fewest bytes of the first that it can do with.
+
+    Cheap operations of the first half may be done again: a minimum cut between what cannot and what is wanted.
     """
     done = {id(equation) for equation in early}
-    wanted = {v for v in outputs if isinstance(v, Var)}
-    given = {v for equation in early for v in equation.outvars} | (set(jaxpr.invars) - free)
-    late, carried = [], []
-    for equation in reversed(jaxpr.eqns):
-        here = wanted.intersection(equation.outvars)
-        if not here:
-            continue
-        read = {v for v in equation.invars if isinstance(v, Var)}
-        if id(equation) in done and (_dear(equation) or _bytes(read - free - wanted) > _bytes(here)):
-            carried += [v for v in equation.outvars if v in here]
-            continue
-        late.append(equation)
-        wanted |= read
-    carried += [v for v in jaxpr.invars if v in wanted and v in given]
-    return late[::-1], carried
+    rest = [equation for equation in _needed(jaxpr.eqns, outputs) if id(equation) not in done]
+    made = {v for equation in early for v in equation.outvars} | set(jaxpr.invars[n_known:])
+    wanted = {v for v in (*outputs, *(v for equation in rest for v in equation.invars)) if isinstance(v, Var)} & made
+    carried = _cut(early, jaxpr.invars[n_known:], wanted)
+    again, left = [], wanted - set(carried)
+    for equation in reversed(early):
+        if left.intersection(equation.outvars):
+            again.append(equation)
+            left |= {v for v in equation.invars if isinstance(v, Var)} - set(carried)
+    again.reverse()
+    return [*again, *rest], carried
+
+
+def _cut(early: Sequence[JaxprEqn], fresh: Sequence[Var], wanted: set[Var]) -> list[Var]:
+    """The cheapest values to keep so that all wanted ones follow from them by cheap operations."""
+    made = [*fresh, *(v for equation in early for v in equation.outvars)]
+    node = {v: 2 + 2 * i for i, v in enumerate(made)}
+    sizes = _bytes_of(early, made)
+    unit = max(sum(sizes.values()) // 2**29, 1)
+    endless = 2**30
+    edges = {(node[v], node[v] + 1): -(-size // unit) for v, size in sizes.items()}
+    edges |= {(node[v] + 1, 1): endless for v in wanted}
+    edges |= {(0, node[v]): endless for v in fresh}
+    for equation in early:
+        read = [v for v in equation.invars if isinstance(v, Var) and v in node]
+        for v in equation.outvars:
+            edges |= {(0, node[v]): endless} if _dear(equation) else {(node[u] + 1, node[v]): endless for u in read}
+    rows, columns = zip(*edges, strict=True)
+    n = 2 + 2 * len(made)
+    graph = csr_array((np.array([*edges.values()], np.int32), (rows, columns)), shape=(n, n))
+    left = graph - maximum_flow(graph, 0, 1).flow
+    left.eliminate_zeros()
+    reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
+    return [v for v in made if node[v] in reached and node[v] + 1 not in reached]
+
+
+def _bytes_of(equations: Sequence[JaxprEqn], variables: Sequence[Var]) -> dict[Var, int]:
+    """Bytes of each, of one device where an operation says how it lies."""
+    shardings = {e.outvars[0]: e.params["sharding"] for e in equations if e.primitive.name == "sharding_constraint"}
+    sizes = {}
+    for v in variables:
+        shape = v.aval.shape  # type: ignore[attr-defined]
+        local = shardings[v].shard_shape(shape) if v in shardings else shape
+        sizes[v] = max(math.prod(local) * v.aval.dtype.itemsize, 1)  # type: ignore[attr-defined]
+    return sizes
 
 
 def _dear(equation: JaxprEqn) -> bool:
@@ -96,10 +137,6 @@ def _dear(equation: JaxprEqn) -> bool:
         return True
     inner = (getattr(value, "jaxpr", value) for value in equation.params.values())
     return any(_dear(one) for value in inner if isinstance(value, Jaxpr) for one in value.eqns)
-
-
-def _bytes(variables: set[Var]) -> int:
-    return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in variables)  # type: ignore[attr-defined]
 
 
 def _function(

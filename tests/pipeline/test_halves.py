@@ -69,7 +69,7 @@ def test_no_work_is_done_twice() -> None:
     arrays = jax.eval_shape(halves.inputs, known, ct_BLD)[1]
     first, second = flops(halves.inputs, known, ct_BLD), flops(halves.weights, known, arrays)
     matrices = sum(w.size for w in jax.tree.leaves(known[0]) if w.ndim > 1)
-    assert second == pytest.approx(2 * matrices * ROWS * LENGTH, rel=0.05)
+    assert second == pytest.approx(2 * matrices * ROWS * LENGTH, rel=0.1)
     assert first + second == pytest.approx(flops(backward, known, ct_BLD), rel=0.03)
 
 
