@@ -64,7 +64,7 @@ class Pipeline:
         """
         carry = self._start(schedule, head, training=True)
         for phase in schedule.phases:
-            rows = schedule.rows(phase)
+            rows = _with_ends(schedule.rows(phase))
             tick = partial(self._tick, kinds=phase.kinds, head=head, slope=slope, heads=rows["head_microbatch"] >= 0)
             carry = _scan(tick, carry, rows)
         gradients = {**carry["outer"], LAYERS: self._join(carry["layers"])}
@@ -72,7 +72,7 @@ class Pipeline:
 
     def forward(self, schedule: Schedule, head: Head) -> Sums:
         """Sums over all microbatches of what head and layers report; `schedule` has forward work alone."""
-        rows = schedule.columns
+        rows = _with_ends(schedule.columns)
         tick = partial(self._tick, kinds="F", head=head, slope=None, heads=rows["head_microbatch"] >= 0)
         return self._sums(_scan(tick, self._start(schedule, head, training=False), rows))
 
@@ -170,11 +170,12 @@ class Pipeline:
 
     def _forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         m_P, chunk_P = row["f_microbatch"], row["f_chunk"]
-        entering = (m_P[0] >= 0) & (chunk_P[0] == 0)
-        first = self._fields(m_P[0])
+        first = self._fields(row["entering"])
         entered_BLD = self.model.enter(self.weights, first["tokens"], first["positions"])
         x_PBLD = _take(carry["arrived"], row["f_input"])
-        x_PBLD = constrain(jnp.where(_at_stage(0, x_PBLD) & entering, entered_BLD, x_PBLD), LAYERS, *RESIDUAL)
+        x_PBLD = constrain(
+            jnp.where(_at_stage(0, x_PBLD) & (row["entering"] >= 0), entered_BLD, x_PBLD), LAYERS, *RESIDUAL
+        )
         y_PBLD, kept, stats = _over_stages(self._stage_forward)(
             self.layers, *self._of_stage(chunk_P, m_P), x_PBLD, *self._seen(m_P)
         )
@@ -225,9 +226,8 @@ class Pipeline:
             carry["stored"] = [
                 _put(buffer, one, row["b_stored"]) for buffer, one in zip(carry["stored"], stored, strict=True)
             ]
-        leaving = (m_P[0] >= 0) & (chunk_P[0] == 0)
-        gx_BLD = constrain(jnp.where(leaving, _of_one_stage(gx_PBLD, 0), 0), *RESIDUAL)
-        rows = self._fields(m_P[0])
+        gx_BLD = constrain(jnp.where(row["leaving"] >= 0, _of_one_stage(gx_PBLD, 0), 0), *RESIDUAL)
+        rows = self._fields(row["leaving"])
 
         def enter(outer: Tree) -> jax.Array:
             return self.model.enter({**self.weights, **outer}, rows["tokens"], rows["positions"])
@@ -401,6 +401,18 @@ class Pipeline:
         if self.specs is None:
             return weights
         return _pin(weights, jax.tree.map(lambda s: PartitionSpec(None, *s[1:]), self.specs[LAYERS]))
+
+
+def _with_ends(columns: dict[str, NDArray[np.int32]]) -> dict[str, NDArray[np.int32]]:
+    """Columns and, for each tick, the microbatch that the first virtual stage takes in and gives back, -1 for none.
+
+    Of their own, since reading stage 0's entry of a column that is cut over stages would be a message.
+    """
+    first = {
+        name: np.where(columns[f"{kind}_chunk"][:, 0] == 0, columns[f"{kind}_microbatch"][:, 0], -1)
+        for name, kind in (("entering", "f"), ("leaving", "b"))
+    }
+    return columns | first
 
 
 def _scan(tick: Callable[..., Any], carry: Carry, rows: Row) -> Carry:
