@@ -103,11 +103,17 @@ class Inspect:
     """A described cluster, such as h100_8x8 (configs/clusters)."""
     diff: tuple[str, ...] = ()
     """Overrides to compare with, such as rules.mlp=null."""
+    schedule: bool = False
+    """Show the pipeline's schedule instead: what each stage does when, bubble, memory."""
+    schedule_svg: Path | None = None
+    """Write the schedule's picture to this file."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Print the tables."""
+        if self.schedule or self.schedule_svg:
+            return self._show_schedule(overrides)
         from jaxtrain.inspect import inspect
 
         before = inspect(load_config(self.config, overrides), self.devices, self.cluster)
@@ -116,6 +122,20 @@ class Inspect:
             _print_json(shown.to_json())
         else:
             shown.print(Console())
+        return 0
+
+    def _show_schedule(self, overrides: Sequence[str]) -> int:
+        from jaxtrain.pipeline.show import show_schedule
+
+        if self.diff:
+            raise ConfigError("--diff compares layouts: leave it out beside --schedule")
+        picture = show_schedule(load_config(self.config, overrides), self.devices, self.cluster)
+        if self.schedule_svg:
+            self.schedule_svg.write_text(picture.svg())
+        if self.json:
+            _print_json(picture.to_json())
+        else:
+            picture.print(Console())
         return 0
 
 

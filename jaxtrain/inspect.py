@@ -32,8 +32,10 @@ from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.attention import choose_for
 from jaxtrain.optim import build_optimizer
+from jaxtrain.pipeline.staged import stage_model
 from jaxtrain.plan.cards import CARDS
 from jaxtrain.train.experts import border, crossing_pairs
+from jaxtrain.train.setup import plan_stages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +70,14 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
     notes = []
     if imagined and machine.devices_per_node is None:
         notes.append(f"cluster.devices_per_node is null: nodes of {_node_sizes(topology)} devices are assumed")
-    params = build(config.model).params
+    model = build(config.model)
+    if topology.sizes["pipe"] > 1:
+        model = stage_model(model, plan_stages(config, model, topology.sizes["pipe"]))
+        if (empty := model.stages.layers.size - config.model.n_layers) > 0:
+            notes.append(
+                f"stages differ: {empty} of {model.stages.layers.size} places for layers are empty, and counted"
+            )
+    params = model.params
     precision = Precision(config.precision)
     layout = plan_layout(params, resolve_rules(config.rules), topology.sizes, precision.separate_masters)
     notes += _attention_notes(config, topology, bool(layout.length_axes), imagined)

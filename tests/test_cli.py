@@ -45,7 +45,6 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         ("--model.n_layer=3", "unknown setting model.n_layer (did you mean n_layers?)"),
         ("--train.updates=many", "train.updates is 'many'"),
         ("--mesh.tensor=3", "tensor 3 x seq 1 x expert 1 = 3 does not divide 8 devices"),
-        ("--mesh.pipe=2", "training with pipeline schedules is not built yet"),
         ("--train.global_batch=12", "train.global_batch 12 does not divide"),
         ("--rules.preset=[tensr]", "did you mean tensor?"),
         ("--rules.mlp=tensr", "rules.mlp is 'tensr'"),

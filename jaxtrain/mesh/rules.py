@@ -29,8 +29,10 @@ BASE: Table = {
     "residual_length": ("seq",),
     "layers": ("pipe",),
     "experts": ("expert",),
+    # Embedding and head belong to no stage: idle stages share their work.
+    "vocab": ("pipe",),
 }
-_TENSOR: Table = {"heads": ("tensor",), "kv_heads": ("tensor",), "mlp": ("tensor",), "vocab": ("tensor",)}
+_TENSOR: Table = {"heads": ("tensor",), "kv_heads": ("tensor",), "mlp": ("tensor",), "vocab": ("tensor", "pipe")}
 _FSDP: Table = {"embed": ("data",), "norm": ("data",)}
 PRESETS: dict[str, Table] = {
     "ddp": {},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.block import Stats
-from jaxtrain.nn.decoder import Decoder, check_segments
-from jaxtrain.nn.layers import NOTHING, Totals
+from jaxtrain.nn.decoder import Decoder, check_segments, layer_data
+from jaxtrain.nn.layers import NOTHING, Flow, Totals
 from jaxtrain.nn.mla import check_latent
 from jaxtrain.nn.mtp import further_labels
 from jaxtrain.numerics.remat import check_remat
@@ -84,6 +84,33 @@ class Model:
         share = jnp.sum(loss_K * (config.mtp_weight / config.mtp / totals["mtp_scored"]))
         return share, {"mtp_loss": loss_K, "mtp_scored": scored_K}, stats
 
+    def enter(self, params: Tree, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
+        """The first part of `hidden`: token and position ids -> the residual stream before the first layer."""
+        return nnx.merge(self.graph, params).enter(tokens_BL, positions_BL)
+
+    def block(self, params: Tree) -> Callable[[Tree, jax.Array, Flow, Any], tuple[jax.Array, Stats]]:
+        """One layer as a function (its params, x_BLD, flow, its row of `data`) -> (x_BLD, stats), where all are of a kind."""
+        graph, _ = nnx.split(nnx.merge(self.graph, params).layers)
+
+        def run(layer: Tree, x_BLD: jax.Array, flow: Flow, data: tuple[jax.Array | None, Tree]) -> Any:
+            window, own = data
+            return nnx.merge(graph, layer)(x_BLD, flow, self.config.windows[0] if window is None else window, own)
+
+        return run
+
+    def data(self, totals: Totals = NOTHING) -> tuple[Any, Tree]:
+        """What the layers of a model of one stack see, each its row: their windows where they differ, their totals."""
+        return layer_data(self.config) if len(set(self.config.windows)) > 1 else None, totals.get("mixtures", {})
+
+    def flow(self, params: Tree, positions_BL: jax.Array, segments_BL: jax.Array, totals: Totals = NOTHING) -> Flow:
+        """What every layer sees of the batch beside the residual stream; each layer's own totals come by `data`."""
+        common = {name: total for name, total in totals.items() if name != "mixtures"}
+        return nnx.merge(self.graph, params).flow(positions_BL, segments_BL, common)
+
+    def leave(self, params: Tree, x_BLD: jax.Array) -> jax.Array:
+        """The last part of `hidden`: the residual stream after the last layer -> what the head reads."""
+        return nnx.merge(self.graph, params).leave(x_BLD)
+
     def head(self, params: Tree) -> jax.Array:
         """The output projection [D, V]; the transposed embedding when tied."""
         return params["embed"]["tokens"].T if self.config.tied_head else params["head"]["weight"]
@@ -94,6 +121,10 @@ class Model:
         x_BLD = constrain(x_BLD, "batch", "length", "hidden")
         logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, self.head(params), preferred_element_type=jnp.float32)
         return soft_cap(constrain(logits_BLV, "batch", "length", "vocab"), self.config.logit_softcap)
+
+    def to_stack(self, rows: jax.Array) -> jax.Array:
+        """Rows of layers in the model's order -> as the stack holds them: the same order."""
+        return rows
 
     def count(self) -> int:
         """Number of parameters; a tied head counts once."""

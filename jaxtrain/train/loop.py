@@ -151,12 +151,12 @@ class _Runner:
 
     def restore(self) -> None:
         """Take up the newest whole checkpoint, or give birth to the state."""
-        found = self.checkpoints.restore(self.setup.abstract)
+        found = self.checkpoints.restore(self.setup.saved)
         if found is None:
             self.state = self.setup.create_state()
             self.log.resume_at(0)
             return
-        self.done, self.state, data, meta = found
+        self.done, self.state, data, meta = found._replace(state=self.setup.from_saved(found.state))
         self._check_meta(meta)
         self.stream.set_state(data)
         self.resumed_from = self.done
@@ -316,7 +316,7 @@ class _Runner:
     def _save(self) -> None:
         sizes, updates = self.setup.topology.sizes, int(self.state["updates"])
         meta = checkpoint_meta(self.config, sizes, self.corpus, self.done, updates, self.tokens, self.skipped)
-        self.checkpoints.save(self.done, self.state, gather_json(self.stream.get_state()), meta)
+        self.checkpoints.save(self.done, self.setup.to_saved(self.state), gather_json(self.stream.get_state()), meta)
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
         for key, value in (("corpus", self.corpus.fingerprint), ("tokenizer", self.corpus.tokenizer_fingerprint)):

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.config import Axis, ConfigError, ModelConfig, RunConfig
+from jaxtrain.config import Axis, ConfigError, ModelConfig, RunConfig, TrainConfig
 from jaxtrain.data import FIELDS, Phase, phases_of
-from jaxtrain.mesh.layout import Layout, flatten_paths, plan_layout
-from jaxtrain.mesh.rules import Rules, resolve_rules
+from jaxtrain.mesh.layout import Layout, bytes_per_device, extend_spec, flatten_paths, plan_layout
+from jaxtrain.mesh.param import Param
+from jaxtrain.mesh.rules import Rules, resolve_rules, show_axes
 from jaxtrain.mesh.topology import Topology, build_topology
 from jaxtrain.nn.decoder import check_segments
 from jaxtrain.nn.model import Model, build
@@ -23,15 +23,25 @@ from jaxtrain.numerics.precision import Precision
 from jaxtrain.numerics.remat import check_remat
 from jaxtrain.ops.attention import Choice, choose_for
 from jaxtrain.optim import build_optimizer, schedule_end
+from jaxtrain.pipeline.schedule import make_schedule, plan_shape
+from jaxtrain.pipeline.split import plan_split
+from jaxtrain.pipeline.staged import StagedModel, stage_model
+from jaxtrain.pipeline.stages import LAYERS, Stages
+from jaxtrain.pipeline.table import Schedule
 from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
 from jaxtrain.train.experts import check_experts, crossing_pairs
 from jaxtrain.train.options import check_options
-from jaxtrain.train.state import State, abstract_state, adopt_state, create_state, state_bytes_per_device
+from jaxtrain.train.state import (
+    State,
+    abstract_state,
+    adopt_state,
+    create_state,
+    stacked_leaves,
+    state_bytes_per_device,
+)
 from jaxtrain.train.step import Batch, Step
 
-UNTRAINABLE = {
-    "pipe": "pipeline schedules",
-}
+UNTRAINABLE: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,47 @@ class Setup:
     def expert_crossings(self) -> np.ndarray:
         """Share of the expert groups in which two members lie in different fast domains, [P, P]."""
         return crossing_pairs(self.topology, self.rules)
+
+    @cached_property
+    def saved(self) -> State:
+        """The state as checkpoints hold it, layers in the model's order: shapes and shardings."""
+        return jax.tree.map(self._saved_leaf, self.abstract, self._reordered)
+
+    def to_saved(self, state: State) -> State:
+        """A state as checkpoints hold it, bit for bit; the state itself where its layers lie in the model's order."""
+        return self._reorder(state, "to_model", self.saved)
+
+    def from_saved(self, saved: State) -> State:
+        """The inverse of `to_saved`."""
+        return self._reorder(saved, "to_stages", self.abstract)
+
+    @cached_property
+    def _reordered(self) -> State:
+        if not isinstance(self.model, StagedModel) or self.model.stages.identity:
+            return jax.tree.map(lambda _: False, self.abstract)
+        return stacked_leaves(self.model, self.step.optimizer, self.abstract)
+
+    def _saved_leaf(self, leaf: jax.ShapeDtypeStruct, reordered: bool) -> jax.ShapeDtypeStruct:
+        if not reordered:
+            return leaf
+        shape, spec = (self.config.model.n_layers, *leaf.shape[1:]), leaf.sharding.spec  # type: ignore[union-attr]
+        if shape[0] % self.topology.sizes["pipe"]:
+            # Fewer layers than places need not divide: another dimension takes the axis, so that no device holds all.
+            bare = PartitionSpec(None, *spec[1:])
+            names = ("layers", *("other",) * (len(shape) - 1))
+            spec = extend_spec(Param(shape, names), bare, ("pipe",), self.topology.sizes) or bare
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def _reorder(self, state: State, way: str, target: State) -> State:
+        if not any(jax.tree.leaves(self._reordered)):
+            return state
+        function = getattr(self.model.stages, way)  # type: ignore[attr-defined]
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+
+        def reorder(state: State) -> State:
+            return jax.tree.map(lambda leaf, there: function(leaf) if there else leaf, state, self._reordered)
+
+        return jax.jit(reorder, out_shardings=shardings)(state)
 
     @cached_property
     def batch_sharding(self) -> NamedSharding:
@@ -114,19 +165,27 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
                 f"set mesh.{axis}: 1 (inspect describes such a mesh already)"
             )
     mesh = topology.mesh()
-    model = build(config.model)
+    model = plain = build(config.model)
+    if topology.sizes["pipe"] > 1:
+        model = stage_model(plain, plan_stages(config, plain, topology.sizes["pipe"]))
     rules = resolve_rules(config.rules)
     layout = plan_layout(model.params, rules, topology.sizes, Precision(config.precision).separate_masters)
     phases = phases_of(config.data, config.train)
     row_devices = math.prod(topology.sizes[axis] for axis in layout.length_axes)
     row_multiple = math.prod(topology.sizes[axis] for axis in rules.axes("residual_length"))
     plan, *plans = (
-        dataclasses.replace(
-            plan_batch(config.train, topology.sizes, layout.batch_axes, rows),
+        replace(
+            plan_batch(train_of(config), topology.sizes, layout.batch_axes, rows),
             row_devices=row_devices, row_multiple=row_multiple,
         )
         for rows in (None, *(phase.global_batch for phase in phases))
     )  # fmt: skip
+    if isinstance(model, StagedModel):
+        # Phases of data.schedule may have other numbers of microbatches: what cannot run is refused before the first.
+        shapes = [plan_shape(config.pipeline, topology.sizes["pipe"], each.accumulation) for each in (plan, *plans)]
+        schedules = [make_schedule(config.pipeline.schedule, shape) for shape in shapes]
+        notes = pipeline_notes(config, model, layout, schedules[0])
+        layout = replace(layout, notes=(*layout.notes, *notes))
     schedule_end(config.optimizer, config.train.updates)
     check_remat(config.remat, config.model)
     check_experts(config.model)
@@ -135,7 +194,7 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     lengths = dict.fromkeys((config.data.length, *(phase.length for phase in phases)))
     device, split = topology.devices.flat[0], bool(layout.length_axes)
     attention = {length: choose_for(config, device, length, split) for length in lengths}
-    optimizer = build_optimizer(config.optimizer, model.params)
+    optimizer = build_optimizer(config.optimizer, plain.params)
     step = Step(config, model, optimizer, layout, rules, mesh)
     return Setup(config, topology, mesh, model, rules, layout, plan, phases, tuple(plans), attention, step)
 
@@ -151,6 +210,65 @@ def _check_further(model: ModelConfig, topology: Topology) -> None:
                 f"model.mtp is {model.mtp} and mesh.{axis} is {topology.sizes[axis]}: {reason}; "
                 f"set model.mtp: 0 or mesh.{axis}: 1"
             )
+
+
+def plan_stages(config: RunConfig, model: Model, stages: int) -> Stages:
+    """Which layers of `model` lie on which of `stages` stages; raises ConfigError where they cannot be cut so."""
+    if config.remat.policy in ("dots", "names"):
+        raise ConfigError(
+            f"remat.policy {config.remat.policy} with mesh.pipe {stages}: a pipeline keeps the input of every "
+            "remat.every layers of a microbatch and recomputes the rest; set remat.policy: full"
+        )
+    chunks = plan_shape(config.pipeline, stages, config.pipeline.microbatches or 1).chunks
+    places = plan_split(model.params, config.pipeline, stages, chunks).places
+    if places.shape[-1] % config.remat.every:
+        raise ConfigError(
+            f"remat.every {config.remat.every} does not divide the {places.shape[-1]} places for layers of a stage's "
+            f"chunk (model.n_layers {config.model.n_layers}, mesh.pipe {stages}, pipeline.chunks {chunks}): "
+            "use a divisor"
+        )
+    return Stages(places)
+
+
+def pipeline_notes(config: RunConfig, model: StagedModel, layout: Layout, schedule: Schedule) -> tuple[str, ...]:
+    """What a pipelined run costs that its settings do not say."""
+    chunks = schedule.shape.chunks
+    notes = [
+        f"pipeline: {schedule.name}, {schedule.ticks} ticks an update, {schedule.bubble():.1%} of the time idle; "
+        f"a stage keeps layer inputs of {schedule.kept_slots} microbatches"
+    ]
+    if config.remat.policy == "none":
+        notes.append(
+            "pipeline: the backward pass computes a layer again from its kept input, as remat.policy full says: a "
+            "pipeline has no other"
+        )
+    gathered = tuple(axis for axis in layout.batch_axes if axis not in layout.deferred_axes)
+    if gathered:
+        sizes = {**layout.sizes, **dict.fromkeys(gathered, 1)}
+        layers, specs = model.params[LAYERS], layout.weights[LAYERS]
+        itemsize = 4 if config.precision.compute == "float32" else 2
+        bytes_of = partial(bytes_per_device, layers, specs, itemsize=itemsize)
+        tick = (bytes_of(sizes=sizes) - bytes_of(sizes=layout.sizes)) / chunks
+        ticks = sum(schedule.places(kind) for kind in "FBW")
+        notes.append(
+            f"pipeline: weights are sharded over {show_axes(gathered)} (ZeRO-3), so each stage gathers its layers "
+            f"again in every forward and backward: {tick * ticks / 1e9:.3g} GB to a device an update; rules.preset "
+            "zero1 or zero2 gathers once"
+        )
+    return tuple(notes)
+
+
+def train_of(config: RunConfig) -> TrainConfig:
+    """The train section with pipeline.microbatches as accumulation; ConfigError where both are set and differ."""
+    train, microbatches = config.train, config.pipeline.microbatches
+    if microbatches is None:
+        return train
+    if train.accumulation not in (None, microbatches):
+        raise ConfigError(
+            f"pipeline.microbatches {microbatches} is not train.accumulation {train.accumulation}: microbatches of a "
+            "pipeline are the accumulation, set one of them"
+        )
+    return train.model_copy(update={"accumulation": microbatches})
 
 
 def describe_sharding(setup: Setup) -> dict[str, Any]:

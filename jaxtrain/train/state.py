@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import PrecisionConfig
 from jaxtrain.mesh.layout import Layout
+from jaxtrain.mesh.param import Param
 from jaxtrain.nn.model import Model
 from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_zero
@@ -83,6 +84,26 @@ def adopt_state(
 
     del shardings["params"]
     return {"params": params, **jax.jit(rest, out_shardings=shardings)(params)}
+
+
+def stacked_leaves(model: Model, optimizer: optax.GradientTransformation, state: State) -> State:
+    """Tree of bool over a state: which leaves have one row a layer."""
+
+    def moments(more: int) -> Any:
+        def shape(param: Param) -> jax.ShapeDtypeStruct:
+            rows = (param.shape[0] + more, *param.shape[1:]) if _stacked(param) else param.shape
+            return jax.ShapeDtypeStruct(rows, jnp.float32)
+
+        return jax.eval_shape(optimizer.init, jax.tree.map(shape, model.params))
+
+    none = {name: jax.tree.map(lambda _: False, part) for name, part in state.items()}
+    # A moment may lack any dimension of its parameter: what has a row a layer is what grows with the stack.
+    opt = jax.tree.map(lambda a, b: a.shape[:1] != b.shape[:1], moments(0), moments(1))
+    return {**none, "params": jax.tree.map(_stacked, model.params), "opt": opt}
+
+
+def _stacked(param: Param) -> bool:
+    return param.names[:1] == ("layers",)
 
 
 def state_bytes_per_device(abstract: State) -> dict[str, int]:

@@ -34,6 +34,10 @@ from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.attention import use_attention
 from jaxtrain.ops.loss import IGNORE, loss_sums
 from jaxtrain.optim import clip_scale, global_norm, learning_rate
+from jaxtrain.pipeline.execute import Pipeline
+from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
+from jaxtrain.pipeline.staged import StagedModel
+from jaxtrain.pipeline.table import Shape
 from jaxtrain.train.experts import balanced, expert_metrics, needs_loads
 from jaxtrain.train.options import compiler_options
 from jaxtrain.train.state import State
@@ -79,7 +83,8 @@ class Step:
             shards(jax.tree.map(lambda g: g * clip, gradients)), state["opt"], shards(params)
         )
         stepped = jax.tree.map(lambda p, d: p - rate * d, shards(params), direction)
-        stepped = balanced(stepped, config.model, sums["load"]) if config.model.moe.experts else stepped
+        if config.model.moe.experts:
+            stepped = balanced(stepped, config.model, self.model.to_stack(sums["load"]))
         keep = partial(jax.tree.map, lambda new, old: jnp.where(apply, new, old))
         new_state = {
             "params": self._pin(keep(stepped, params), self.layout.masters),
@@ -125,34 +130,64 @@ class Step:
         layers report.
         """
         weights, totals = self._weights(params), self.totals(batch)
-        replicas = math.prod(self.mesh.shape[axis] for axis in self.layout.deferred_axes)
         if self.counts_first(batch["tokens"].shape[0]):
             totals |= {"mixtures": self._forward(weights, batch, totals, "load")}
+        if self.replicas > 1:
+            batch = jax.tree.map(self._by_replica, batch)
+        if isinstance(self.model, StagedModel):
+            gradients, sums = self._pipelined(self.model, weights, batch, totals, scale)
+        else:
+            gradients, sums = self._accumulated(weights, batch, totals, scale)
+        if self.replicas > 1:
+            gradients, sums = jax.tree.map(self._reduce, gradients), {k: jnp.sum(s, axis=0) for k, s in sums.items()}
+        return self._pin(gradients, self.layout.gradients), sums
+
+    def _accumulated(self, weights: Tree, batch: Batch, totals: Tree, scale: jax.Array | float) -> tuple[Tree, Sums]:
+        """Sums over microbatches of gradients and sums, each replica for itself."""
 
         def scaled(weights: Tree, rows: Batch) -> tuple[jax.Array, Sums]:
             with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
                 return self._objective(weights, rows, totals, scale)
 
         grad: Callable[..., Any] = jax.grad(scaled, has_aux=True)
-        specs = self.layout.gradients
-        if replicas > 1:
+        lead: tuple[int, ...] = ()
+        if self.replicas > 1:
             grad = jax.vmap(grad, in_axes=(None, 0), spmd_axis_name=self.layout.deferred_axes)
-            specs = jax.tree.map(lambda s: PartitionSpec(self.layout.deferred_axes, *s), self.layout.weights)
-            batch = jax.tree.map(partial(self._by_replica, replicas=replicas), batch)
+            lead = (self.replicas,)
 
         def microbatch(total: Tree, rows: Batch) -> tuple[Tree, Sums]:
             gradient, sums = grad(weights, rows)
             summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient)
-            return self._pin(summed, specs), sums
+            return self._pin(summed, self._summed), sums
 
-        lead = (replicas,) if replicas > 1 else ()
-        zeros = jax.tree.map(lambda p: jnp.zeros(lead + p.shape, jnp.float32), params)
-        gradients, sums = _scan(microbatch, self._pin(zeros, specs), batch)
-        # Each sum comes once a microbatch, and once a replica within it.
-        sums = {name: jnp.sum(s, axis=(0, 1) if replicas > 1 else 0) for name, s in sums.items()}
-        if replicas > 1:
-            gradients = jax.tree.map(self._reduce, gradients)
-        return self._pin(gradients, self.layout.gradients), sums
+        zeros = jax.tree.map(lambda w: jnp.zeros(lead + w.shape, jnp.float32), weights)
+        gradients, sums = _scan(microbatch, self._pin(zeros, self._summed), batch)
+        return gradients, {name: jnp.sum(s, axis=0) for name, s in sums.items()}
+
+    def _pipelined(
+        self, model: StagedModel, weights: Tree, batch: Batch, totals: Tree, scale: jax.Array | float
+    ) -> tuple[Tree, Sums]:
+        """As `_accumulated`, the microbatches flowing through the stages of the pipe axis."""
+        schedule = make_schedule(self.config.pipeline.schedule, self._shape(model, batch))
+
+        def replica(weights: Tree, batch: Batch) -> tuple[Tree, Sums]:
+            with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
+                head = partial(self._head, totals=totals, scale=scale)
+                return self._pipeline(model, weights, batch, totals).gradients(schedule, head, scale)
+
+        if self.replicas > 1:
+            replica = jax.vmap(replica, in_axes=(None, 1), spmd_axis_name=self.layout.deferred_axes)
+        gradients, sums = replica(weights, batch)
+        return self._pin(gradients, self._summed), sums
+
+    def _pipeline(self, model: StagedModel, weights: Tree, batch: Batch, totals: Tree) -> Pipeline:
+        specs, every = self.layout.weights, self.config.remat.every
+        return Pipeline(model, model.stages, weights, specs, batch, totals, every)
+
+    @staticmethod
+    def _shape(model: StagedModel, batch: Batch) -> Shape:
+        stages, chunks, _ = model.stages.shape
+        return Shape(stages, chunks, batch["tokens"].shape[0])
 
     def counts_first(self, accumulation: int) -> bool:
         """Whether an update has a forward pass before its first microbatch, which counts the loads of experts.
@@ -163,6 +198,12 @@ class Step:
 
     def _forward(self, weights: Tree, batch: Batch, totals: Tree, *names: str) -> Sums:
         """Some of the sums over a [A, B, L] batch, without gradients."""
+        if isinstance(self.model, StagedModel):
+            head = partial(self._head, totals=totals, scale=1.0)
+            with use_rules(self.rules, self.mesh), use_attention(self.config):
+                pipeline = self._pipeline(self.model, weights, batch, totals)
+                sums = pipeline.forward(forward_schedule(self._shape(self.model, batch)), head)
+            return {name: sums[name] for name in names}
 
         def body(_: None, rows: Batch) -> tuple[None, Sums]:
             with use_rules(self.rules, self.mesh), use_attention(self.config):
@@ -176,16 +217,45 @@ class Step:
         x_BLD, stats = self.model.hidden(
             weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat, totals
         )
-        shards = math.prod(self.mesh.shape[axis] for axis in self._undeferred)
-        softcap, z_weight = self.config.model.logit_softcap, self.config.train.z_loss
-        loss, sums = loss_sums(x_BLD, self.model.head(weights), rows["labels"], softcap, shards, z_weight)
-        # One factor: a float16 cotangent keeps the size of a token's share.
-        objective = loss * (scale / totals["scored"])
+        objective, sums = self._score(weights, x_BLD, rows, totals, scale)
         if self.config.model.mtp:
+            shards = self._batch_shards
             share, further, layers = self.model.further_loss(weights, x_BLD, rows, self.config.remat, totals, shards)
             objective, sums = objective + scale * share, sums | further
             stats = {name: jnp.concatenate([value, layers[name]]) for name, value in stats.items()}
         return objective + scale * jnp.sum(stats.get("objective", 0.0)), sums | stats
+
+    def _head(
+        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Sums, scale: jax.Array | float
+    ) -> tuple[jax.Array, Sums]:
+        """`_score` of the residual stream as the last layer leaves it."""
+        return self._score(weights, self.model.leave(weights, x_BLD), rows, totals, scale)
+
+    def _score(
+        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Sums, scale: jax.Array | float
+    ) -> tuple[jax.Array, Sums]:
+        """A microbatch's share of scale x mean loss, and its sums."""
+        softcap, z_weight = self.config.model.logit_softcap, self.config.train.z_loss
+        head_DV, shards = self.model.head(weights), self._batch_shards
+        loss, sums = loss_sums(x_BLD, head_DV, rows["labels"], softcap, shards, z_weight)
+        # One factor: a float16 cotangent keeps the size of a token's share.
+        return loss * (scale / totals["scored"]), sums
+
+    @property
+    def replicas(self) -> int:
+        """Devices of the deferred axes: each keeps a gradient of its own until the update's end."""
+        return math.prod(self.mesh.shape[axis] for axis in self.layout.deferred_axes)
+
+    @cached_property
+    def _summed(self) -> Tree:
+        """Specs of gradients before their reduction, a leading dim of replicas where there are several."""
+        if self.replicas == 1:
+            return self.layout.gradients
+        return jax.tree.map(lambda s: PartitionSpec(self.layout.deferred_axes, *s), self.layout.weights)
+
+    @property
+    def _batch_shards(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self._undeferred)
 
     @property
     def _undeferred(self) -> tuple[Axis, ...]:
@@ -194,10 +264,10 @@ class Step:
     def _weights(self, params: Tree) -> Tree:
         return self._pin(self.precision.cast(params), self.layout.weights)
 
-    def _by_replica(self, field_ABL: jax.Array, replicas: int) -> jax.Array:
+    def _by_replica(self, field_ABL: jax.Array) -> jax.Array:
         a, b, length = field_ABL.shape
         spec = PartitionSpec(None, self.layout.deferred_axes, self._undeferred or None, self.layout.length_axes or None)
-        split = field_ABL.reshape(a, replicas, b // replicas, length)
+        split = field_ABL.reshape(a, self.replicas, b // self.replicas, length)
         return lax.with_sharding_constraint(split, NamedSharding(self.mesh, spec))
 
     def _reduce(self, gradient_R: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
     setup, corpus = resolve(config), prepare(config)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
     try:
-        found = checkpoints.restore(setup.abstract)
+        found = checkpoints.restore(setup.saved)
     finally:
         checkpoints.close()
     if found is None:
@@ -50,7 +50,7 @@ def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
         raise ConfigError(
             f"the tokenizer of {directory} is not the one it was trained with: restore data.tokenizer.path"
         )
-    return Opened(setup, corpus, found.state["params"], found.step)
+    return Opened(setup, corpus, setup.from_saved(found.state)["params"], found.step)
 
 
 def held_out(setup: Setup, corpus: Corpus) -> list[Batch]:

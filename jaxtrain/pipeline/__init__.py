@@ -1,0 +1,1 @@
+"""Pipelines: schedules are tables made on the host, one executor runs any of them."""

@@ -1,0 +1,73 @@
+"""A model whose layers lie in stage order: the same pure functions, run stage by stage where the weights are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config import ConfigError, RematConfig
+from jaxtrain.nn.block import Stats
+from jaxtrain.nn.layers import NOTHING, Totals
+from jaxtrain.nn.model import KEEP_ALL, Model, Tree
+from jaxtrain.pipeline.execute import Batch, Pipeline, Sums
+from jaxtrain.pipeline.schedule import forward_schedule
+from jaxtrain.pipeline.stages import LAYERS, Stages
+from jaxtrain.pipeline.table import Shape
+
+
+@dataclass(frozen=True, eq=False)
+class StagedModel(Model):
+    """`plain` with its stack in stage order; `params` describes that order."""
+
+    plain: Model
+    stages: Stages
+
+    def init(self, key: jax.Array) -> Tree:
+        """The plain model's parameters of this key, in stage order."""
+        params = self.plain.init(key)
+        return {**params, LAYERS: jax.tree.map(self.stages.to_stages, params[LAYERS])}
+
+    def hidden(
+        self,
+        params: Tree,
+        tokens_BL: jax.Array,
+        positions_BL: jax.Array,
+        segments_BL: jax.Array,
+        remat: RematConfig = KEEP_ALL,
+        totals: Totals = NOTHING,
+    ) -> tuple[jax.Array, Stats]:
+        """As `Model.hidden`: one microbatch goes through the stages, and no weight moves."""
+        fields = {"tokens": tokens_BL, "positions": positions_BL, "segments": segments_BL}
+
+        def leave(weights: Tree, x_BLD: jax.Array, rows: Batch) -> tuple[jax.Array, Sums]:
+            return jnp.float32(0), {"hidden": self.leave(weights, x_BLD)}
+
+        batch = jax.tree.map(lambda field: field[None], fields)
+        pipeline = Pipeline(self, self.stages, params, None, batch, totals)
+        stages, chunks, _ = self.stages.shape
+        stats = pipeline.forward(forward_schedule(Shape(stages, chunks, 1)), leave)
+        return stats.pop("hidden"), stats
+
+    def to_stack(self, rows: jax.Array) -> jax.Array:
+        """Rows of layers in the model's order -> as the stack holds them, zero at empty places."""
+        return self.stages.to_stages(rows)
+
+    def count(self) -> int:
+        """Number of parameters; empty places count nothing."""
+        return self.plain.count()
+
+
+def stage_model(model: Model, stages: Stages) -> StagedModel:
+    """`model` with its layers in stage order.
+
+    Raises ConfigError for a model with several stacks of layers, which stages cannot hold yet.
+    """
+    stacks = [name for name in model.params if name.endswith(LAYERS)]
+    if stacks != [LAYERS]:
+        raise ConfigError(
+            f"mesh.pipe {stages.shape[0]}: this model has stacks {', '.join(stacks)}; a pipeline takes layers of one "
+            "kind: set mesh.pipe: 1, or model.moe.first_dense: 0 and model.moe.every: 1"
+        )
+    return StagedModel(model.config, model.graph, stages.staged(model.params), model, stages)

@@ -1,0 +1,88 @@
+"""A backward cut in two: the same gradients as whole, and no matmul computed twice or in the wrong half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from runs import config_of, worst_relative_error
+
+from jaxtrain.nn.decoder import layer_data
+from jaxtrain.nn.model import build
+from jaxtrain.pipeline.halves import halve
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "norms of queries, softcap, windows": {"qk_norm": True, "attention_softcap": 20.0, "windows": [8]},
+    "gpt": {
+        "norm": "layernorm", "activation": "gelu", "positions": "learned", "out_bias": True,
+        "mlp_bias": True,
+    },
+}  # fmt: skip
+ROWS, LENGTH = 2, 16
+
+
+def backward_of(model: dict[str, Any]) -> tuple[Callable[[Any, Any], tuple[Any, Any]], Any, jax.Array]:
+    """One block's backward of (weights, input, ...), the arguments that both halves have, and the cotangent."""
+    described = build(config_of(model=config_of().model.model_dump() | model).model)
+    params = jax.jit(described.init)(jax.random.key(0))
+    weights = jax.tree.map(lambda stack: stack[0], params["layers"])
+    keys = jax.random.split(jax.random.key(1))
+    x_BLD, ct_BLD = (jax.random.normal(key, (ROWS, LENGTH, described.config.d_model)) for key in keys)
+    positions_BL = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (ROWS, LENGTH))
+    segments_BL = jnp.ones((ROWS, LENGTH), jnp.int32).at[:, 10:].set(2)
+    window = jnp.asarray(layer_data(described.config))[0]
+
+    def backward(known: Any, ct_BLD: jax.Array) -> tuple[Any, Any]:
+        weights, x_BLD, positions_BL, segments_BL = known
+        flow = described.flow(params, positions_BL, segments_BL)
+        block = described.block(params)
+        _, pull = jax.vjp(lambda weights, x_BLD: block(weights, x_BLD, flow, window)[0], weights, x_BLD)
+        of_weights, of_input = pull(ct_BLD)
+        return of_input, of_weights
+
+    return backward, (weights, x_BLD, positions_BL, segments_BL), ct_BLD
+
+
+def flops(function: Callable[..., Any], *args: Any) -> float:
+    return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_halves_give_the_whole(name: str) -> None:
+    backward, known, ct_BLD = backward_of(MODELS[name])
+    halves = halve(backward, known, ct_BLD)
+    of_input, arrays = jax.jit(halves.inputs)(known, ct_BLD)
+    of_weights = jax.jit(halves.weights)(known, arrays)
+    want = jax.jit(backward)(known, ct_BLD)
+    error, path = worst_relative_error((of_input, of_weights), want)
+    assert error < 2e-6, path
+
+
+def test_no_work_is_done_twice() -> None:
+    """The second half is the seven products input x slope: 2 FLOPs a weight and position; both make the whole."""
+    backward, known, ct_BLD = backward_of({})
+    halves = halve(backward, known, ct_BLD)
+    arrays = jax.eval_shape(halves.inputs, known, ct_BLD)[1]
+    first, second = flops(halves.inputs, known, ct_BLD), flops(halves.weights, known, arrays)
+    matrices = sum(w.size for w in jax.tree.leaves(known[0]) if w.ndim > 1)
+    assert second == pytest.approx(2 * matrices * ROWS * LENGTH, rel=0.1)
+    assert first + second == pytest.approx(flops(backward, known, ct_BLD), rel=0.03)
+
+
+def test_halves_under_vmap() -> None:
+    backward, known, ct_BLD = backward_of({})
+    two = jax.tree.map(lambda a: jnp.stack([a, a]), (known, ct_BLD))
+
+    def both(known: Any, ct_BLD: jax.Array) -> Any:
+        halves = halve(backward, known, ct_BLD)
+        of_input, arrays = halves.inputs(known, ct_BLD)
+        return of_input, halves.weights(known, arrays)
+
+    got = jax.jit(jax.vmap(both))(*two)
+    want = jax.jit(jax.vmap(backward))(*two)
+    error, path = worst_relative_error(got, want)
+    assert error < 2e-6, path

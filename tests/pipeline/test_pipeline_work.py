@@ -1,0 +1,93 @@
+"""What the executor runs is what the table says: matmuls counted in the compiled program, schedules of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from runs import LENGTH, config_of, packed_rows, setup_of, worst_relative_error
+
+from jaxtrain.observe.flops import matmul_weights
+from jaxtrain.pipeline.schedule import MAKERS, Op, Order, Shape, make_schedule, write_csv
+from jaxtrain.plan.flops import count_flops
+from jaxtrain.plan.hlo import read_program
+from jaxtrain.train.batch import place
+from jaxtrain.train.setup import Setup
+
+
+def piped(schedule: str, microbatches: int, **sections: Any) -> Setup:
+    """Two stages of two layers on two replicas, one row of each microbatch a replica."""
+    tree = {
+        "mesh": {"pipe": 2, "data": 2}, "pipeline": {"schedule": schedule},
+        "train": {"global_batch": 2 * microbatches, "accumulation": microbatches},
+    }  # fmt: skip
+    return setup_of(config_of(**tree | sections), devices=4)
+
+
+def executed(setup: Setup) -> int:
+    """Matmul FLOPs of one device for the gradients of an update."""
+    compiled = jax.jit(setup.step.gradients).lower(setup.abstract["params"], setup.abstract_batch, 1.0).compile()
+    program = read_program(compiled.as_text())
+    assert not program.unknown
+    return count_flops(program).total
+
+
+CASES = [
+    ("1f1b", 4, 1),
+    pytest.param("1f1b", 8, 1, marks=pytest.mark.prove),
+    pytest.param("interleaved", 4, 2, marks=pytest.mark.prove),
+    pytest.param("zero_bubble", 4, 1, marks=pytest.mark.prove),
+    pytest.param("zero_bubble", 4, 2, marks=pytest.mark.prove),
+]
+
+
+@pytest.mark.parametrize(("schedule", "microbatches", "chunks"), CASES)
+def test_matmuls_are_those_of_the_table(schedule: str, microbatches: int, chunks: int) -> None:
+    """A place of a tick costs its kind of work whether a stage has any, and nothing beyond it; the head runs M times.
+
+    Closed form for one device: F is a forward; B computes it again but for the last product, whose result nobody
+    reads, and the cotangents of inputs (attention's two products have four); W (in B where it is not split) one product
+    a weight. Head and vocabulary are cut over both stages; where only some ticks of a loop run the head it stands in a
+    branch, which the count takes in every tick and a device only where the table says.
+    """
+    setup = piped(schedule, microbatches, pipeline={"schedule": schedule, "chunks": chunks})
+    model, table = setup.config.model, make_schedule(schedule, Shape(2, chunks, microbatches))
+    head = model.d_model * model.vocab_size
+    weights = 2 * LENGTH * (matmul_weights(model) - head) // model.n_layers
+    scores = 4 * LENGTH * LENGTH * model.n_heads * model.width_of_head
+    unread = 2 * LENGTH * model.d_ff * model.d_model
+    of_inputs = 2 * weights + 3 * scores - unread
+    layers = model.n_layers // (2 * chunks)
+    expected = table.places("F") * layers * (weights + scores)
+    expected += table.places("B") * layers * (of_inputs + (0 if table.split else weights))
+    expected += table.places("W") * layers * weights
+    heads = [table.rows(phase)["head_microbatch"] >= 0 for phase in table.phases]
+    assert sum(int(ticks.sum()) for ticks in heads) == microbatches
+    expected += sum(len(ticks) for ticks in heads if ticks.any()) * 3 * 2 * LENGTH * head // 2
+    assert executed(setup) == expected
+
+
+def pairs(shape: Shape, in_lockstep: bool) -> list[Order]:
+    """Two microbatches forward, two back."""
+    groups = [range(m, min(m + 2, shape.microbatches)) for m in range(0, shape.microbatches, 2)]
+    return [[Op(kind, m, 0) for group in groups for kind in "FB" for m in group]] * shape.stages
+
+
+def gradients(setup: Setup) -> Any:
+    params = setup.create_state()["params"]
+    batch = place(packed_rows(0, rows=setup.plan.global_batch), 0, setup.plan, setup.batch_sharding)
+    return jax.device_get(jax.jit(setup.step.gradients)(params, batch, 1.0)[0])
+
+
+def test_schedules_of_ones_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function entered as a row of MAKERS, and the same table with a tick of rest in its middle as a file."""
+    monkeypatch.setitem(MAKERS, "pairs", pairs)
+    lines = write_csv(make_schedule("pairs", Shape(2, 1, 4))).splitlines()
+    path = tmp_path / "own.csv"
+    path.write_text("\n".join(["# rest in the middle", *lines[:4], ",", *lines[4:]]) + "\n")
+    want = gradients(setup_of(config_of(train={"global_batch": 8, "accumulation": 4}), devices=1))
+    for schedule in ("pairs", str(path)):
+        error, where = worst_relative_error(gradients(piped(schedule, 4)), want)
+        assert error < 2e-5, (schedule, where)

@@ -1,0 +1,157 @@
+"""Checkpoints hold layers in the model's order: any pipe size, chunks or no pipeline restore them, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from runs import config_of, setup_of
+
+from jaxtrain.checkpoint import Checkpoints, digest
+from jaxtrain.train.setup import Setup
+
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one device": (1, {}),
+    "pipe=4, empty places": (8, {"mesh": {"pipe": 4}, "train": {"accumulation": 4}}),
+    "pipe=2, three chunks": (
+        4,
+        {"mesh": {"pipe": 2}, "train": {"accumulation": 4}, "pipeline": {"schedule": "interleaved", "chunks": 3}},
+    ),
+    "pipe=2, stages 4 + 2, zero2": (
+        8,
+        {
+            "mesh": {"pipe": 2},
+            "pipeline": {"stages": [4, 2], "microbatches": 2},
+            "rules": {"preset": ["zero2"]},
+        },
+    ),
+}
+
+
+def setup_on(name: str, optimizer: str) -> Setup:
+    devices, sections = MESHES[name]
+    return setup_of(config_of(model={"n_layers": 6}, optimizer={"name": optimizer}, **sections), devices)
+
+
+def full_state(setup: Setup) -> Any:
+    """A state whose every leaf, moments too, is told apart from any other, empty places being zero."""
+    saved = setup.saved
+    leaves = jax.tree.leaves(saved)
+    rng = np.random.default_rng(0)
+    values = [jax.device_put(rng.integers(1, 100, leaf.shape).astype(leaf.dtype), leaf.sharding) for leaf in leaves]
+    return setup.from_saved(jax.tree.unflatten(jax.tree.structure(saved), values))
+
+
+@pytest.mark.parametrize(
+    ("source", "optimizer"),
+    [
+        ("pipe=4, empty places", "adafactor"),
+        ("pipe=2, three chunks", "adamw"),
+        pytest.param("pipe=4, empty places", "adamw", marks=pytest.mark.prove),
+        pytest.param("pipe=4, empty places", "muon", marks=pytest.mark.prove),
+        pytest.param("pipe=2, three chunks", "adafactor", marks=pytest.mark.prove),
+    ],
+)
+def test_every_mesh_restores_every_other(tmp_path: Path, source: str, optimizer: str) -> None:
+    setup = setup_on(source, optimizer)
+    state = full_state(setup)
+    assert any(jax.tree.leaves(setup._reordered)), "this layout needs no reordering: choose another"
+    checkpoints = Checkpoints(tmp_path / "checkpoints", setup.config.checkpoint)
+    checkpoints.save(1, setup.to_saved(state), {}, {})
+    marks = digest(setup.to_saved(state))
+    for name in MESHES:
+        other = setup_on(name, optimizer)
+        found = checkpoints.restore(other.saved)
+        assert found is not None and digest(found.state) == marks
+        there = other.from_saved(found.state)
+        for leaf, want in zip(jax.tree.leaves(there), jax.tree.leaves(other.abstract), strict=True):
+            assert leaf.shape == want.shape and leaf.sharding == want.sharding
+        for got, want in zip(
+            jax.tree.leaves(other.to_saved(there)), jax.tree.leaves(setup.to_saved(state)), strict=True
+        ):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    checkpoints.close()
+
+
+def test_a_newborn_state_is_that_of_one_device() -> None:
+    want = setup_on("one device", "adamw").create_state()["params"]
+    setup = setup_on("pipe=4, empty places", "adamw")
+    got = setup.to_saved(setup.create_state())["params"]
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-6, atol=1e-8)
+
+
+def start(folder: Path, run: str, devices: int, *overrides: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "jaxtrain",
+        "train",
+        str(folder / "run.yaml"),
+        "--run",
+        str(folder / run),
+        *overrides,
+    ]
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
+    return output
+
+
+def kill_after(process: subprocess.Popen[str], checkpoint: Path) -> None:
+    """SIGKILL when a checkpoint is on disk."""
+    deadline = time.time() + 900
+    while not checkpoint.is_dir():
+        assert process.poll() is None and time.time() < deadline, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.prove
+def test_killed_runs_go_on_with_other_pipelines(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    for n in range(40):
+        text = "\n".join(f"def f{n}_{i}(x):\n    return x + {i * n}  # {'abc' * (i % 5)}\n" for i in range(9))
+        (tmp_path / "corpus" / f"{n}.py").write_text(text)
+    tree = {
+        "model": {"vocab_size": 320, "d_model": 32, "n_layers": 6, "n_heads": 2, "d_ff": 64, "max_length": 32},
+        "data": {
+            "sources": [{"text": str(tmp_path / "corpus")}], "tokenizer": {"vocab_size": 320}, "length": 32,
+            "cache": str(tmp_path / "cache"), "held_out": 0.2,
+        },
+        "train": {"updates": 9, "global_batch": 8, "accumulation": 4, "sample_tokens": 4},
+        "optimizer": {"learning_rate": 1e-2, "warmup": 2, "total": 9},
+        "checkpoint": {"every": 3},
+        "eval": {"every": 3, "batches": 1},
+    }  # fmt: skip
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    finish(start(tmp_path, "unbroken", 1))
+    kill_after(start(tmp_path, "piped", 8, "--mesh.pipe=4"), tmp_path / "piped" / "checkpoints" / "3")
+    piped = "--mesh.pipe=2", "--pipeline.schedule=interleaved", "--pipeline.chunks=3"
+    kill_after(start(tmp_path, "piped", 4, *piped), tmp_path / "piped" / "checkpoints" / "6")
+    finish(start(tmp_path, "piped", 1))
+    want, got = (
+        {row["step"]: row for row in map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())}
+        for run in ("unbroken", "piped")
+    )
+    assert sorted(want) == sorted(got) == list(range(1, 10))
+    for step, row in want.items():
+        assert got[step]["loss"] == pytest.approx(row["loss"], rel=2e-5)
+        assert got[step]["scored_tokens"] == row["scored_tokens"]
+        if "eval_loss" in row:
+            assert got[step]["eval_loss"] == pytest.approx(row["eval_loss"], rel=2e-5)

@@ -1,0 +1,198 @@
+"""A pipeline never changes the answer: gradients, losses, skips and clips under every schedule are one device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import config_of, packed_rows, setup_of, train_on, worst_relative_error
+
+from jaxtrain.config import ConfigError
+from jaxtrain.pipeline.stages import LAYERS, Stages
+from jaxtrain.train.batch import place
+from jaxtrain.train.setup import Setup
+
+BATCHES = [packed_rows(seed) for seed in range(3)]
+Sections = dict[str, dict[str, Any]]
+
+
+def pipe(stages: int, microbatches: int, schedule: str = "1f1b", **sections: Any) -> Sections:
+    pipeline = {"schedule": schedule, **sections.pop("pipeline", {})}
+    sections.setdefault("train", {})["accumulation"] = microbatches
+    return {**sections, "mesh": {"pipe": stages, **sections.pop("mesh", {})}, "pipeline": pipeline}
+
+
+# Each row crosses another border: schedule, chunks, empty places, what shards weights, what is tied or kept.
+LAYOUTS: dict[str, Sections] = {
+    "pipe=4 x data=2, 1f1b, M=8": pipe(4, 8),
+    "pipe=4, gpipe, M=4, sequence parallelism": pipe(
+        4, 4, "gpipe", mesh={"tensor": 2}, rules={"preset": ["tensor_sequence"]}
+    ),
+    "pipe=2 x data=2 x tensor=2, interleaved, zero2": pipe(
+        2, 4, "interleaved", mesh={"tensor": 2}, rules={"preset": ["zero2", "tensor"]}
+    ),
+    "pipe=2 x data=4, zero bubble, fsdp, remat of 2 layers": pipe(
+        2, 4, "zero_bubble", rules={"preset": ["fsdp"]}, remat={"policy": "full", "every": 2}
+    ),
+}
+PROVEN: dict[str, Sections] = {
+    **{f"pipe=2, {s}, M={m}": pipe(2, m, s) for s in ("gpipe", "1f1b", "zero_bubble") for m in (2, 8)},
+    **{f"pipe=4, {s}, M={m}": pipe(4, m, s) for s in ("gpipe", "1f1b", "zero_bubble") for m in (4, 16)},
+    **{f"pipe=2, interleaved, M={m}": pipe(2, m, "interleaved") for m in (2, 4, 8)},
+    "pipe=2, M=1: fewer microbatches than stages": pipe(2, 1),
+    "pipe=4, zero1, tensor": pipe(4, 8, mesh={"tensor": 2}, rules={"preset": ["zero1", "tensor"]}),
+    "pipe=2, fsdp, tensor": pipe(2, 4, mesh={"tensor": 2}, rules={"preset": ["fsdp", "tensor_sequence"]}),
+    "pipe=2, stages 3 + 1": pipe(2, 4, pipeline={"stages": [3, 1]}),
+    "pipe=2, zero bubble, stages 1 + 3": pipe(2, 4, "zero_bubble", pipeline={"stages": [1, 3]}),
+    "pipe=2, vocabulary whole": pipe(2, 4, rules={"vocab": None}),
+}
+
+
+@pytest.fixture(scope="module")
+def gradients() -> Callable[[str], Any]:
+    """Gradients on one device, of a model with a head of its own or a tied one."""
+    found: dict[str, Any] = {}
+
+    def of(kind: str) -> Any:
+        if kind not in found:
+            found[kind] = gradients_of(setup_of(config_of(model=MODELS[kind]), devices=1))
+        return found[kind]
+
+    return of
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied, windows, learned positions": {
+        "tied_head": True, "windows": [None, 4], "positions": "learned", "norm": "layernorm", "activation": "gelu",
+        "mlp_bias": True, "out_bias": True, "n_layers": 5,
+    },
+}  # fmt: skip
+
+
+def gradients_of(setup: Setup, scale: float = 3.0) -> tuple[Any, dict[str, Any]]:
+    """Gradients in the model's order of layers, and sums."""
+    params = setup.create_state()["params"]
+    batch = place(BATCHES[0], 0, setup.plan, setup.batch_sharding)
+    gradients, sums = jax.device_get(jax.jit(setup.step.gradients)(params, batch, scale))
+    stages = getattr(setup.model, "stages", None)
+    if stages is not None:
+        empty = ~stages.real.ravel()
+        for leaf in jax.tree.leaves(gradients[LAYERS]):
+            assert not leaf[empty].any(), "a place without a layer has a gradient"
+        gradients = {**gradients, LAYERS: jax.device_get(jax.tree.map(stages.to_model, gradients[LAYERS]))}
+    return gradients, sums
+
+
+def check(sections: Sections, want: tuple[Any, dict[str, Any]]) -> None:
+    got, sums = gradients_of(setup_of(config_of(**sections)))
+    error, path = worst_relative_error(got, want[0])
+    assert error < 2e-5, path
+    assert sums["scored"] == want[1]["scored"]
+    assert sums["loss"] == pytest.approx(want[1]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_gradients_are_those_of_one_device(name: str, gradients: Any) -> None:
+    check(LAYOUTS[name], gradients("plain"))
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", PROVEN)
+def test_gradients_are_those_of_one_device_everywhere(name: str, gradients: Any) -> None:
+    check(PROVEN[name], gradients("plain"))
+
+
+def test_tied_head_windows_and_empty_places(gradients: Any) -> None:
+    kind = "tied, windows, learned positions"
+    check(pipe(4, 4, model=MODELS[kind]), gradients(kind))
+
+
+@pytest.mark.prove
+def test_tied_head_and_chunks(gradients: Any) -> None:
+    kind = "tied, windows, learned positions"
+    check(pipe(2, 4, "interleaved", model=MODELS[kind]), gradients(kind))
+
+
+def test_clipped_updates_and_held_out_loss() -> None:
+    clipped = {"optimizer": {"clip_norm": 0.1}}
+    alone, piped = (
+        setup_of(config_of(**sections), devices)
+        for sections, devices in ((clipped, 1), (pipe(2, 4, "interleaved", **clipped), 8))
+    )
+    want, state, _ = train_on(alone, BATCHES)
+    got, moved, _ = train_on(piped, BATCHES)
+    for one, other in zip(got, want, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        assert other["grad_norm"] > 0.1, "nothing was clipped"
+    error, path = worst_relative_error(piped.to_saved(moved)["params"], state["params"])
+    assert error < 1e-4, path
+    sums = [
+        jax.device_get(jax.jit(setup.step.evaluate)(params, place(BATCHES[1], 0, setup.plan, setup.batch_sharding)))
+        for setup, params in ((alone, state["params"]), (piped, moved["params"]))
+    ]
+    assert sums[1][0] == pytest.approx(sums[0][0], rel=1e-5) and sums[0][1] == sums[1][1] > 0
+
+
+def test_logits_for_sampling_come_through_the_stages() -> None:
+    alone, piped = (
+        setup_of(config_of(model={"n_layers": 5}, **sections), devices)
+        for sections, devices in (({}, 1), (pipe(4, 4), 8))
+    )
+    ids = np.arange(7)[None] * 5
+    positions, segments = np.arange(7)[None], np.ones((1, 7), np.int32)
+    want, got = (
+        jax.device_get(jax.jit(setup.model.logits)(setup.create_state()["params"], ids, positions, segments))
+        for setup in (alone, piped)
+    )
+    assert worst_relative_error(got, want)[0] < 1e-5
+
+
+def test_an_overflow_skips_the_update_of_every_stage() -> None:
+    half = {"precision": {"compute": "float16", "scale_init": 2.0**24}}
+    want, _, _ = train_on(setup_of(config_of(**half), 1), BATCHES)
+    setup = setup_of(config_of(**pipe(2, 4, **half)))
+    got, _, _ = train_on(setup, BATCHES)
+    assert [m["applied"] for m in got] == [m["applied"] for m in want]
+    assert [m["loss_scale"] for m in got] == [m["loss_scale"] for m in want]
+    assert not want[0]["applied"], "nothing overflowed"
+    for one, other in zip(got, want, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
+
+
+@given(st.data())
+@settings(max_examples=30, deadline=None)
+def test_stage_order_is_a_permutation(data: st.DataObject) -> None:
+    stages, chunks, places = (data.draw(st.integers(1, 4)) for _ in range(3))
+    n = data.draw(st.integers(1, stages * chunks * places))
+    flat = np.full(stages * chunks * places, -1)
+    where = data.draw(st.permutations(range(flat.size)))[:n]
+    flat[np.array(where)] = np.arange(n)
+    order = Stages(flat.reshape(stages, chunks, places).astype(np.int32))
+    leaf = np.random.default_rng(n).normal(size=(n, 3)).astype(np.float32)
+    staged = order.to_stages(jax.numpy.asarray(leaf))
+    assert not np.asarray(staged)[flat < 0].any()
+    np.testing.assert_array_equal(order.to_model(staged), leaf)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        (pipe(4, 4, model={"n_layers": 3}), ["mesh.pipe 4", "model.n_layers is 3"]),
+        (pipe(2, 4, remat={"policy": "dots"}), ["remat.policy dots", "remat.policy: full"]),
+        (pipe(2, 4, remat={"policy": "full", "every": 4}), ["remat.every 4", "2 places"]),
+        (pipe(2, 4, pipeline={"microbatches": 8}), ["pipeline.microbatches 8", "train.accumulation 4"]),
+        (pipe(2, 4, "1f2b"), ["pipeline.schedule '1f2b'", "1f1b"]),
+        (pipe(2, 4, model={"vocab_size": 129}), ["vocab", "pipe", "129"]),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_mend(sections: Sections, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        setup_of(config_of(**sections))
+    assert all(word in str(error.value) for word in words), str(error.value)
