@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,6 +24,7 @@ from rich.table import Column, Table
 from jaxtrain.config import AXES, Axis, ConfigError, RunConfig, diff_configs, load_config, nearest, replace, to_tree
 from jaxtrain.mesh.layout import Layout, bytes_per_device, flatten_paths, local_shape, plan_layout
 from jaxtrain.mesh.param import Param
+from jaxtrain.mesh.picture import draw_devices, figure_of, node_size, place_labels
 from jaxtrain.mesh.rules import NO_RULE, Reason, resolve_rules, show_axes, spec_axes
 from jaxtrain.mesh.topology import Topology, build_topology, described_devices
 from jaxtrain.nn.decoder import mixture_layers
@@ -69,7 +69,7 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
     )
     notes = []
     if imagined and machine.devices_per_node is None:
-        notes.append(f"cluster.devices_per_node is null: nodes of {_node_sizes(topology)} devices are assumed")
+        notes.append(f"cluster.devices_per_node is null: nodes of {node_size(topology)} devices are assumed")
     model = build(config.model)
     if topology.sizes["pipe"] > 1:
         model = stage_model(model, plan_stages(config, model, topology.sizes["pipe"]))
@@ -223,21 +223,21 @@ class Inspection:
             int(device.id): place[0] * self.topology.sizes["pipe"] + place[1]
             for place, device in np.ndenumerate(self.topology.devices)
         }
-        figure, (axes,) = _figure(self.topology, 1)
-        _draw_devices(axes, self.topology, colours, _place_labels(self.topology))
+        figure, (axes,) = figure_of(self.topology, 1)
+        draw_devices(axes, self.topology, colours, place_labels(self.topology))
         axes.set_title("Devices on their nodes; one colour per (data, pipe) coordinate")
         return figure
 
     def plot_parameter(self, path: str) -> Figure:
         """One parameter's shards: devices of one colour hold the same shard, the label is its place in the tensor."""
-        figure, (axes,) = _figure(self.topology, 1)
+        figure, (axes,) = figure_of(self.topology, 1)
         _draw_shards(axes, self, path)
         return figure
 
     def plot_before_after(self, path: str, *overrides: str) -> Figure:
         """One parameter's shards now and under `section.key=value` overrides, side by side."""
         difference = self.diff(*overrides)
-        figure, panels = _figure(self.topology, 2)
+        figure, panels = figure_of(self.topology, 2)
         for axes, one, when in zip(panels, (self, difference.after), ("before", " ".join(overrides)), strict=True):
             _draw_shards(axes, one, path)
             axes.set_title(f"{when}\n{axes.get_title()}", fontsize=9)
@@ -456,60 +456,14 @@ def _span(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _node_sizes(topology: Topology) -> int:
-    return Counter(device.process_index for device in topology.devices.ravel()).most_common(1)[0][1]
-
-
-def _figure(topology: Topology, panels: int) -> tuple[Figure, list[Axes]]:
-    from matplotlib.figure import Figure
-
-    nodes = len({device.process_index for device in topology.devices.ravel()})
-    width, height = max(5.0, 0.75 * _node_sizes(topology)), max(2.5, 0.6 * nodes + 1.2)
-    figure = Figure(figsize=(min(width, 24.0) * panels, min(height, 24.0)), layout="constrained")
-    return figure, [figure.add_subplot(1, panels, i + 1) for i in range(panels)]
-
-
-def _place_labels(topology: Topology) -> dict[int, str]:
-    used = [i for i, axis in enumerate(AXES) if topology.sizes[axis] > 1]
-    return {
-        int(device.id): "\n".join(f"{AXES[i][0]}{place[i]}" for i in used)
-        for place, device in np.ndenumerate(topology.devices)
-    }
-
-
 def _draw_shards(axes: Axes, one: Inspection, path: str) -> None:
     param, spec = one._find(path)
     shards = one.shards(path)
     order = {bounds: i for i, bounds in enumerate(sorted(set(shards.values())))}
     cut = [i for i, dim in enumerate(spec_axes(spec, len(param.shape))) if dim]
     labels = {d: "\n".join(f"{a}:{b}" for a, b in (bounds[i] for i in cut)) for d, bounds in shards.items()}
-    _draw_devices(axes, one.topology, {d: order[bounds] for d, bounds in shards.items()}, labels)
+    draw_devices(axes, one.topology, {d: order[bounds] for d, bounds in shards.items()}, labels)
     names = ", ".join(param.names[i] for i in cut)
     copies = len(shards) // len(order)
     what = f"cut along {names}" if cut else "whole everywhere"
     axes.set_title(f"{path} {param.shape}\n{what}; {len(order)} shards, {copies} copies of each", fontsize=9)
-
-
-def _draw_devices(axes: Axes, topology: Topology, colours: dict[int, int], labels: dict[int, str]) -> None:
-    """A row a node, a cell a device in order of id; a gap between fast domains."""
-    from matplotlib import colormaps
-    from matplotlib.patches import Rectangle
-
-    domain = {int(d.id): int(topology.domain[place]) for place, d in np.ndenumerate(topology.devices)}
-    nodes: dict[int, list[int]] = {}
-    for device in sorted(topology.devices.ravel(), key=lambda d: (domain[int(d.id)], d.process_index, d.id)):
-        nodes.setdefault(device.process_index, []).append(int(device.id))
-    palette, many = colormaps["hsv" if max(colours.values()) >= 20 else "tab20"], max(colours.values()) + 1
-    ticks = []
-    for row, (node, ids) in enumerate(nodes.items()):
-        y = row + 0.35 * domain[ids[0]]
-        ticks.append((y + 0.45, f"node {node}\ndomain {domain[ids[0]]}"))
-        for column, device in enumerate(ids):
-            colour = palette(colours[device] / many) if many > 20 else palette(colours[device])
-            axes.add_patch(Rectangle((column, y), 0.94, 0.9, facecolor=colour, edgecolor="black", alpha=0.6))
-            text = f"{device}\n{labels[device]}".strip()
-            axes.text(column + 0.47, y + 0.45, text, ha="center", va="center", fontsize=6)
-    axes.set_xlim(-0.1, max(map(len, nodes.values())) + 0.1)
-    axes.set_ylim(ticks[-1][0] + 0.6, -0.2)
-    axes.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=7)
-    axes.set_xticks([])

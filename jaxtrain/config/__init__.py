@@ -12,6 +12,7 @@ from jaxtrain.config.load import (
     to_tree,
     validate,
 )
+from jaxtrain.config.model import MlaConfig, ModelConfig, MoeConfig, RopeConfig
 from jaxtrain.config.settings import (
     AXES,
     AttentionConfig,
@@ -21,12 +22,11 @@ from jaxtrain.config.settings import (
     ClusterConfig,
     EvalConfig,
     MeshConfig,
-    ModelConfig,
     ObserveConfig,
     OptimizerConfig,
+    PipelineConfig,
     PrecisionConfig,
     RematConfig,
-    RopeConfig,
     RulesConfig,
     RunConfig,
     TrainConfig,
@@ -34,7 +34,8 @@ from jaxtrain.config.settings import (
 
 __all__ = [
     "AXES", "CONFIG_ROOT", "AttentionConfig", "Axes", "Axis", "CheckpointConfig", "ClusterConfig", "ConfigError",
-    "DataConfig", "EvalConfig", "MeshConfig", "ModelConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig",
-    "PrecisionConfig", "RematConfig", "RopeConfig", "RulesConfig", "RunConfig", "SourceConfig", "TokenizerConfig",
-    "TrainConfig", "diff_configs", "dump_config", "load_config", "nearest", "replace", "to_tree", "validate",
+    "DataConfig", "EvalConfig", "MeshConfig", "MlaConfig", "ModelConfig", "MoeConfig", "ObserveConfig",
+    "OptimizerConfig", "PhaseConfig", "PipelineConfig", "PrecisionConfig", "RematConfig", "RopeConfig", "RulesConfig",
+    "RunConfig", "SourceConfig", "TokenizerConfig", "TrainConfig", "diff_configs", "dump_config", "load_config",
+    "nearest", "replace", "to_tree", "validate",
 ]  # fmt: skip

@@ -89,7 +89,7 @@ class Model:
         return nnx.merge(self.graph, params).enter(tokens_BL, positions_BL)
 
     def block(self, params: Tree) -> Callable[[Tree, jax.Array, Flow, Any], tuple[jax.Array, Stats]]:
-        """One layer as a function (its params, x_BLD, flow, its row of `data`) -> (x_BLD, stats), where all are of a kind."""
+        """One layer of a model of one stack: (its params, x_BLD, flow, its row of `data`) -> (x_BLD, stats)."""
         graph, _ = nnx.split(nnx.merge(self.graph, params).layers)
 
         def run(layer: Tree, x_BLD: jax.Array, flow: Flow, data: tuple[jax.Array | None, Tree]) -> Any:

@@ -17,8 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxtrain.config import ConfigError, nearest
-from jaxtrain.config.settings import PipelineConfig
+from jaxtrain.config import ConfigError, PipelineConfig, nearest
 from jaxtrain.pipeline.table import (
     KINDS,
     UNIT,

@@ -17,8 +17,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.config import ConfigError
-from jaxtrain.config.settings import PipelineConfig
+from jaxtrain.config import ConfigError, PipelineConfig
 from jaxtrain.mesh.param import Param
 
 

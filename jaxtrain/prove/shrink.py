@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxtrain.config import ModelConfig, RunConfig, to_tree, validate
-from jaxtrain.config.settings import MlaConfig, MoeConfig
+from jaxtrain.config import MlaConfig, ModelConfig, MoeConfig, RunConfig, to_tree, validate
 
 LENGTH, ROWS, VOCAB, WIDTH, HEAD = 32, 16, 128, 64, 8
 """Tokens of a row, rows of an update, entries of the vocabulary, width of the residual stream, width of a head."""

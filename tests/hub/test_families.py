@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from folders import DENSE, MIXTURES, ROOT, opened, tensors_in
 
-from jaxtrain.config import ConfigError, ModelConfig, RopeConfig, load_config
-from jaxtrain.config.settings import MlaConfig, MoeConfig
+from jaxtrain.config import ConfigError, MlaConfig, ModelConfig, MoeConfig, RopeConfig, load_config
 from jaxtrain.hub.families import FAMILIES, family_of
 from jaxtrain.hub.family import (
     architecture,

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config import ConfigError
-from jaxtrain.config.settings import PipelineConfig
+from jaxtrain.config import ConfigError, PipelineConfig
 from jaxtrain.pipeline.schedule import (
     MAKERS,
     Costs,

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config import ConfigError, load_config
-from jaxtrain.config.settings import PipelineConfig
+from jaxtrain.config import ConfigError, PipelineConfig, load_config
 from jaxtrain.nn.model import build
 from jaxtrain.pipeline.split import plan_split, split_layers
 
