@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -31,11 +31,12 @@ OF_THE_LAYOUT = {"fill", "loss_scale"}
 
 @dataclass(frozen=True)
 class Check:
-    """One leaf of one kind: its largest relative error over the updates."""
+    """One leaf's largest relative error: at birth (update 0), or after so many updates."""
 
     kind: str
     leaf: str
     error: float
+    update: int = 0
 
     @property
     def bound(self) -> float:
@@ -56,23 +57,24 @@ class Check:
 def compare(got: Outcome, want: Outcome, born: Tree) -> list[Check]:
     """Every leaf that `want` has, checked in `got`; `born` is the state from which both started."""
     quiet = _quiet(want.gradients or got.gradients)
-    found: dict[tuple[str, str], float] = {}
+    checks = [Check("masked", leaf, math.inf) for leaf in got.moved]
+    for batch, gradient in enumerate(want.gradients):
+        checks += _leaves("gradient", got.gradients[batch], gradient, quiet)
+        checks += _values("sum", got.sums[batch], want.sums[batch])
     for update in range(len(want.states)):
-        for kind, leaf, error in _one_update(got, want, born, update, quiet):
-            # max() would lose a NaN that comes second.
-            old = found.get((kind, leaf), 0.0)
-            found[kind, leaf] = error if math.isnan(error) else old if math.isnan(old) else max(old, error)
-    found |= {("masked", leaf): math.inf for leaf in got.moved}
-    return [Check(kind, leaf, error) for (kind, leaf), error in found.items()]
+        checks += (replace(check, update=update + 1) for check in _one_update(got, want, born, update, quiet))
+    return checks
 
 
 def guilty(checks: Iterable[Check]) -> Check | None:
-    """The worst failed check of the first kind that has one, None where all passed."""
+    """Of what failed first, by update and then by kind, the worst; None where all passed."""
+
+    def when(check: Check) -> tuple[int, int]:
+        return check.update, list(BOUNDS).index(check.kind)
+
     failed = [check for check in checks if not check.passed]
-    first = min((list(BOUNDS).index(check.kind) for check in failed), default=0)
-    return max(
-        (check for check in failed if list(BOUNDS).index(check.kind) == first), key=lambda c: c.excess, default=None
-    )
+    first = min(map(when, failed), default=None)
+    return max((check for check in failed if when(check) == first), key=lambda check: check.excess, default=None)
 
 
 def flatten(tree: Tree) -> dict[str, np.ndarray]:
@@ -81,12 +83,7 @@ def flatten(tree: Tree) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 
 
-def _one_update(
-    got: Outcome, want: Outcome, born: Tree, update: int, quiet: Collection[str]
-) -> Iterator[tuple[str, str, float]]:
-    if want.gradients:
-        yield from _leaves("gradient", got.gradients[update], want.gradients[update], quiet)
-        yield from _values("sum", got.sums[update], want.sums[update])
+def _one_update(got: Outcome, want: Outcome, born: Tree, update: int, quiet: Collection[str]) -> Iterator[Check]:
     metrics = {name: value for name, value in want.metrics[update].items() if name not in OF_THE_LAYOUT}
     yield from _values("metric", got.metrics[update], metrics)
     have, wanted = got.states[update], want.states[update]
@@ -97,20 +94,20 @@ def _one_update(
     yield from _leaves("parameter", _way(have["params"], born["params"]), _way(wanted["params"], born["params"]), quiet)
 
 
-def _leaves(kind: str, got: Tree, want: Tree, quiet: Collection[str]) -> Iterator[tuple[str, str, float]]:
+def _leaves(kind: str, got: Tree, want: Tree, quiet: Collection[str]) -> Iterator[Check]:
     """Leaves of one size, each beside the largest."""
     have, wanted = flatten(got), flatten(want)
     largest = max((_largest(leaf) for leaf in wanted.values()), default=0.0)
     for name, leaf in wanted.items():
-        noise = any(name == leaf or name.endswith("/" + leaf) for leaf in quiet)
-        yield kind, name, _error(have.get(name), leaf, largest * (NOISE_FLOOR if noise else FLOOR))
+        noise = any(name == still or name.endswith("/" + still) for still in quiet)
+        yield Check(kind, name, _error(have.get(name), leaf, largest * (NOISE_FLOOR if noise else FLOOR)))
 
 
-def _values(kind: str, got: Tree, want: Tree) -> Iterator[tuple[str, str, float]]:
+def _values(kind: str, got: Tree, want: Tree) -> Iterator[Check]:
     """Numbers that have nothing to do with each other."""
     have = flatten(got)
     for name, leaf in flatten(want).items():
-        yield kind, name, _error(have.get(name), leaf, 0.0)
+        yield Check(kind, name, _error(have.get(name), leaf, 0.0))
 
 
 def _error(got: np.ndarray | None, want: np.ndarray, least: float) -> float:

@@ -77,7 +77,8 @@ def progress(console: Console, shown: bool) -> Iterator[Callable[[int, int, Resu
 
 
 def _fault(check: Check) -> str:
-    return f"{check.kind} {check.leaf}: relative error {check.error:.1e}, at most {check.bound:.0e}"
+    when = f" after update {check.update}" if check.update else ""
+    return f"{check.kind} {check.leaf}{when}: relative error {check.error:.1e}, at most {check.bound:.0e}"
 
 
 def _leaf(result: Result) -> str:
@@ -94,4 +95,4 @@ def _check(check: Check | None) -> dict[str, Any] | None:
         return None
     # JSON has no infinity and no NaN.
     error = check.error if math.isfinite(check.error) else str(check.error)
-    return {"kind": check.kind, "leaf": check.leaf, "error": error, "bound": check.bound}
+    return {"kind": check.kind, "leaf": check.leaf, "error": error, "bound": check.bound, "update": check.update}

@@ -63,6 +63,8 @@ def test_float16_overflow_skips_holds_the_schedule_recovers_and_is_restored(tmp_
     small = replace(
         shrink(load_config("models/llama3_8b.yaml")),
         "precision.compute=float16", "precision.scale_init=4096", "precision.scale_growth_every=2",
+        # A rate that no two updates share.
+        "optimizer.schedule=linear", "optimizer.warmup=0", "train.updates=100",
     )  # fmt: skip
     before = _Run(layout_of(small, "data=2, rules.preset=[zero2], train.accumulation=2", 8).config, 2)
     state = before.setup.adopt_state(newborn(before.setup)["params"])
@@ -85,7 +87,7 @@ def test_float16_overflow_skips_holds_the_schedule_recovers_and_is_restored(tmp_
     lowest = scales.index(min(scales))
     assert max(scales[lowest:]) > scales[lowest], "the scale grows again"
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=False))
-    checkpoints.save(1, state, {})
+    checkpoints.save(1, state, {}, {})
     after = _Run(layout_of(small, "data=4, rules.preset=[fsdp]", 8).config, 4)
     found = checkpoints.restore(after.setup.abstract)
     checkpoints.close()
