@@ -24,7 +24,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxtrain.mesh.rules import active_mesh, constrain
-from jaxtrain.nn.decoder import layer_data
 from jaxtrain.nn.model import Model
 from jaxtrain.pipeline.halves import Halves, halve
 from jaxtrain.pipeline.stages import LAYERS, Stages
@@ -47,7 +46,8 @@ class Pipeline:
     """A model cut into stages, as one call of `gradients` or `forward` sees it.
 
     weights: in stage order, compute dtype; specs: their PartitionSpecs, None outside a mesh; batch fields: [M, B, L];
-    every: layers whose input alone is kept.
+    data: what a block reads beside its weights, leaves [n_layers, ...] in the model's order; every: layers whose input
+    alone is kept.
     """
 
     model: Model
@@ -55,6 +55,7 @@ class Pipeline:
     weights: Tree
     specs: Tree
     batch: Batch
+    data: Any
     every: int = 1
 
     def gradients(self, schedule: Schedule, head: Head, slope: jax.Array | float) -> tuple[Tree, Sums]:
@@ -256,9 +257,9 @@ class Pipeline:
     def _of_stage(self, chunk_P: jax.Array, m_P: jax.Array) -> tuple[Any, Any, jax.Array]:
         """Per stage: its layers' data and which places are real [P, v J], and the first place of the chunk [P]."""
         P, v, J = self.stages.shape
-        table = layer_data(self.model.config)
-        data = np.take(table, np.maximum(self.stages.layers, 0), axis=0).reshape(P, v * J, *table.shape[1:])
-        return jnp.asarray(data), jnp.asarray(self.stages.real), jnp.maximum(chunk_P, 0) * J
+        of_place = np.maximum(self.stages.layers, 0).reshape(P, v * J)
+        data = jax.tree.map(lambda rows: jnp.take(jnp.asarray(rows), of_place, axis=0), self.data)
+        return data, jnp.asarray(self.stages.real), jnp.maximum(chunk_P, 0) * J
 
     def _seen(self, m_P: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Positions and segments of the microbatch at each stage [P, B, L]."""
@@ -271,11 +272,11 @@ class Pipeline:
     def _layer_stats(self, x_BLD: jax.Array) -> Sums:
         """What one layer reports (for its shapes)."""
         flow = self.model.flow(self.weights, self.batch["positions"][0], self.batch["segments"][0])
-        weights = jax.tree.map(lambda w: w[0], self.weights[LAYERS])
-        return self.model.block(self.weights)(weights, x_BLD, flow, jnp.asarray(layer_data(self.model.config))[0])[1]
+        weights, data = jax.tree.map(lambda a: jnp.asarray(a)[0], (self.weights[LAYERS], self.data))
+        return self.model.block(self.weights)(weights, x_BLD, flow, data)[1]
 
     def _segment(
-        self, flow: Any, data: jax.Array, real: jax.Array, weights: Tree, x_BLD: jax.Array, unrolled: bool = False
+        self, flow: Any, data: Any, real: jax.Array, weights: Tree, x_BLD: jax.Array, unrolled: bool = False
     ) -> Any:
         """E layers in turn: ((x, their objective), stats [E, ...]); a place without a layer passes x on."""
         block = self.model.block(self.weights)
@@ -299,7 +300,7 @@ class Pipeline:
         return (x_BLD, jnp.sum(stats.get("objective", jnp.float32(0)))), stats
 
     def _stage_forward(
-        self, layers: Tree, data: jax.Array, real: jax.Array, start: jax.Array, x_BLD: jax.Array, *seen: jax.Array
+        self, layers: Tree, data: Any, real: jax.Array, start: jax.Array, x_BLD: jax.Array, *seen: jax.Array
     ) -> tuple[jax.Array, jax.Array, Sums]:
         flow = self.model.flow(self.weights, *seen)
 
@@ -334,7 +335,7 @@ class Pipeline:
         return self._halves(known, x_BLD).inputs(known, (x_BLD, jnp.float32(0)))[1]
 
     def _stage_backward(
-        self, layers: Tree, total: Tree, data: jax.Array, real: jax.Array, start: jax.Array, kept: jax.Array,
+        self, layers: Tree, total: Tree, data: Any, real: jax.Array, start: jax.Array, kept: jax.Array,
         slot: jax.Array, ct_BLD: jax.Array, slope: jax.Array, *seen: jax.Array, split: bool,
     ) -> tuple[jax.Array, Tree, list[jax.Array] | None]:  # fmt: skip
         """Back through a chunk: cotangent of its input, gradients added to `total` or what `_stage_weights` needs."""
@@ -354,7 +355,7 @@ class Pipeline:
         return gx_BLD, total, stored
 
     def _stage_weights(
-        self, layers: Tree, total: Tree, data: jax.Array, real: jax.Array, start: jax.Array, kept: jax.Array,
+        self, layers: Tree, total: Tree, data: Any, real: jax.Array, start: jax.Array, kept: jax.Array,
         slot: jax.Array, stored: list[jax.Array], place: jax.Array, on: jax.Array, *seen: jax.Array,
     ) -> Tree:  # fmt: skip
         """Gradients of a chunk's weights from what its backward stored, added to `total`."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.config import ConfigError, RematConfig
-from jaxtrain.nn.decoder import Stats
+from jaxtrain.nn.decoder import Stats, layer_data
 from jaxtrain.nn.model import KEEP_ALL, Model, Tree
 from jaxtrain.pipeline.execute import Batch, Pipeline, Sums
 from jaxtrain.pipeline.schedule import forward_schedule
@@ -42,7 +42,8 @@ class StagedModel(Model):
         def leave(weights: Tree, x_BLD: jax.Array, rows: Batch) -> tuple[jax.Array, Sums]:
             return jnp.float32(0), {"hidden": self.leave(weights, x_BLD)}
 
-        pipeline = Pipeline(self, self.stages, params, None, jax.tree.map(lambda field: field[None], fields))
+        batch = jax.tree.map(lambda field: field[None], fields)
+        pipeline = Pipeline(self, self.stages, params, None, batch, layer_data(self.config))
         stages, chunks, _ = self.stages.shape
         stats = pipeline.forward(forward_schedule(Shape(stages, chunks, 1)), leave)
         return stats.pop("hidden"), stats

@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.config import Axis, RunConfig
 from jaxtrain.mesh.layout import Layout
 from jaxtrain.mesh.rules import Rules, use_rules
+from jaxtrain.nn.decoder import layer_data
 from jaxtrain.nn.model import Model
 from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_add, counter_float
@@ -176,7 +177,8 @@ class Step:
         return self._pin(gradients, self._summed), sums
 
     def _pipeline(self, model: StagedModel, weights: Tree, batch: Batch) -> Pipeline:
-        return Pipeline(model, model.stages, weights, self.layout.weights, batch, self.config.remat.every)
+        data, every = layer_data(model.config), self.config.remat.every
+        return Pipeline(model, model.stages, weights, self.layout.weights, batch, data, every)
 
     @staticmethod
     def _shape(model: StagedModel, batch: Batch) -> Shape:
