@@ -1,0 +1,111 @@
+"""The executor alone, on one device: any table, and layers that report sums and losses of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import packed_rows, worst_relative_error
+
+from jaxtrain.config import ModelConfig
+from jaxtrain.nn.decoder import layer_data
+from jaxtrain.nn.model import Model, build
+from jaxtrain.ops.loss import cross_entropy
+from jaxtrain.pipeline.execute import Pipeline
+from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
+from jaxtrain.pipeline.stages import LAYERS, Stages
+from jaxtrain.pipeline.table import Shape
+
+CONFIG = ModelConfig(vocab_size=48, d_model=16, n_layers=5, n_heads=2, d_ff=24, max_length=8, windows=[None, 3])
+MICROBATCHES, SLOPE = 4, 1.7
+
+
+@dataclass(frozen=True, eq=False)
+class Reporting(Model):
+    """Layers that report a loss of their own, which depends on their weights and input, and a count of tokens."""
+
+    def block(self, params: Any) -> Callable[..., Any]:
+        plain = super().block(params)
+
+        def block(layer: Any, x_BLD: jax.Array, flow: Any, data: Any) -> Any:
+            y_BLD, _ = plain(layer, x_BLD, flow, data)
+            own = 0.1 * jnp.mean(jnp.tanh(x_BLD @ layer["mlp"]["up"]["weight"]) ** 2)
+            seen = jnp.sum(flow.segments_BL > 0, dtype=jnp.int32) * jnp.arange(1, 3)
+            return y_BLD, {"objective": own, "seen": seen}
+
+        return block
+
+
+MODEL = Reporting(CONFIG, build(CONFIG).graph, build(CONFIG).params)
+# Two chunks on two stages, one place empty.
+PLACES = {
+    1: np.array([[[0, 1, 2]], [[3, 4, -1]]]),
+    2: np.array([[[0, 1], [3, -1]], [[2, -1], [4, -1]]]),
+}
+
+
+def batch() -> dict[str, jax.Array]:
+    rows = packed_rows(0, 2 * MICROBATCHES + 4, 8, 48)
+    return {name: jnp.asarray(field[4:].reshape(MICROBATCHES, 2, 8)) for name, field in rows.items()}
+
+
+def head(weights: Any, x_BLD: jax.Array, rows: dict[str, jax.Array]) -> Any:
+    loss, scored = cross_entropy(MODEL.leave(weights, x_BLD), MODEL.head(weights), rows["labels"])
+    return SLOPE * loss, {"loss": loss, "scored": scored}
+
+
+def one_after_another(params: Any) -> tuple[jax.Array, Any]:
+    """The objective and all sums, layer by layer and microbatch by microbatch."""
+    fields, data, total, found = batch(), jnp.asarray(layer_data(CONFIG)), jnp.float32(0), []
+    for m in range(MICROBATCHES):
+        rows = {name: field[m] for name, field in fields.items()}
+        x_BLD = MODEL.enter(params, rows["tokens"], rows["positions"])
+        flow = MODEL.flow(params, rows["positions"], rows["segments"])
+        reports = []
+        for i in range(CONFIG.n_layers):
+            layer = jax.tree.map(lambda w, i=i: w[i], params[LAYERS])
+            x_BLD, report = MODEL.block(params)(layer, x_BLD, flow, data[i])
+            reports.append(report)
+        stats = jax.tree.map(lambda *each: jnp.stack(each), *reports)
+        objective, sums = head(params, x_BLD, rows)
+        total += objective + SLOPE * jnp.sum(stats["objective"])
+        found.append({**sums, **stats})
+    return total, jax.tree.map(lambda *each: sum(each), *found)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks"),
+    [
+        ("1f1b", 1),
+        ("zero_bubble", 2),
+        pytest.param("gpipe", 1, marks=pytest.mark.prove),
+        pytest.param("interleaved", 2, marks=pytest.mark.prove),
+        pytest.param("zero_bubble", 1, marks=pytest.mark.prove),
+    ],
+)
+def test_gradients_and_reports_of_layers(name: str, chunks: int) -> None:
+    params = MODEL.init(jax.random.key(0))
+    want, sums = jax.jit(jax.grad(one_after_another, has_aux=True))(params)
+    stages = Stages(PLACES[chunks].astype(np.int32))
+    shape = Shape(2, chunks, MICROBATCHES)
+    staged = {**params, LAYERS: jax.tree.map(stages.to_stages, params[LAYERS])}
+
+    def pipeline(weights: Any) -> Pipeline:
+        return Pipeline(MODEL, stages, weights, None, batch(), layer_data(CONFIG))
+
+    got, reported = jax.jit(lambda w: pipeline(w).gradients(make_schedule(name, shape), head, SLOPE))(staged)
+    got = {**got, LAYERS: jax.tree.map(stages.to_model, got[LAYERS])}
+    error, path = worst_relative_error(jax.device_get(got), jax.device_get(want))
+    assert error < 2e-5, path
+    evaluated = jax.jit(lambda w: pipeline(w).forward(forward_schedule(shape), head))(staged)
+    for found in (reported, evaluated):
+        assert found.keys() == sums.keys()
+        np.testing.assert_array_equal(found["seen"], sums["seen"])
+        assert found["scored"] == sums["scored"] > 0
+        np.testing.assert_allclose(found["objective"], sums["objective"], rtol=1e-5)
+        np.testing.assert_allclose(found["loss"], sums["loss"], rtol=1e-5)
