@@ -12,7 +12,7 @@ D model.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxtrain.mesh.rules import active_mesh, constrain
-from jaxtrain.nn.layers import NOTHING, Flow, Totals
+from jaxtrain.nn.layers import Flow, Totals
 from jaxtrain.nn.model import Model
 from jaxtrain.pipeline.halves import Halves, halve
 from jaxtrain.pipeline.stages import LAYERS, Stages
@@ -56,7 +56,7 @@ class Pipeline:
     weights: Tree
     specs: Tree
     batch: Batch
-    totals: Totals = NOTHING
+    totals: Totals = field(default_factory=dict)
     every: int = 1
 
     def gradients(self, schedule: Schedule, head: Head, slope: jax.Array | float) -> tuple[Tree, Sums]:

@@ -13,7 +13,6 @@ import pytest
 from runs import packed_rows, worst_relative_error
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.nn.decoder import layer_data
 from jaxtrain.nn.model import Model, build
 from jaxtrain.ops.loss import cross_entropy
 from jaxtrain.pipeline.execute import Pipeline
@@ -61,7 +60,7 @@ def head(weights: Any, x_BLD: jax.Array, rows: dict[str, jax.Array]) -> Any:
 
 def one_after_another(params: Any) -> tuple[jax.Array, Any]:
     """The objective and all sums, layer by layer and microbatch by microbatch."""
-    fields, data, total, found = batch(), jnp.asarray(layer_data(CONFIG)), jnp.float32(0), []
+    fields, data, total, found = batch(), jax.tree.map(jnp.asarray, MODEL.data()), jnp.float32(0), []
     for m in range(MICROBATCHES):
         rows = {name: field[m] for name, field in fields.items()}
         x_BLD = MODEL.enter(params, rows["tokens"], rows["positions"])
@@ -69,7 +68,8 @@ def one_after_another(params: Any) -> tuple[jax.Array, Any]:
         reports = []
         for i in range(CONFIG.n_layers):
             layer = jax.tree.map(lambda w, i=i: w[i], params[LAYERS])
-            x_BLD, report = MODEL.block(params)(layer, x_BLD, flow, data[i])
+            row = jax.tree.map(lambda a, i=i: a[i], data)
+            x_BLD, report = MODEL.block(params)(layer, x_BLD, flow, row)
             reports.append(report)
         stats = jax.tree.map(lambda *each: jnp.stack(each), *reports)
         objective, sums = head(params, x_BLD, rows)
@@ -96,7 +96,7 @@ def test_gradients_and_reports_of_layers(name: str, chunks: int) -> None:
     staged = {**params, LAYERS: jax.tree.map(stages.to_stages, params[LAYERS])}
 
     def pipeline(weights: Any) -> Pipeline:
-        return Pipeline(MODEL, stages, weights, None, batch(), layer_data(CONFIG))
+        return Pipeline(MODEL, stages, weights, None, batch())
 
     got, reported = jax.jit(lambda w: pipeline(w).gradients(make_schedule(name, shape), head, SLOPE))(staged)
     got = {**got, LAYERS: jax.tree.map(stages.to_model, got[LAYERS])}

@@ -107,7 +107,6 @@ def layer_loss(asked: Any, mesh: Any, rules: Any, way: str, skew: float, x: Any,
     import contextlib
     import math
 
-    import jax
     import jax.numpy as jnp
 
     from jaxtrain.mesh.rules import use_rules
@@ -115,7 +114,11 @@ def layer_loss(asked: Any, mesh: Any, rules: Any, way: str, skew: float, x: Any,
     from jaxtrain.ops.dispatch import mixture
     from jaxtrain.ops.plain import plain
 
-    bounds, dropped, capacity = WAYS.get(way, {}), 0, None
+    def swiglu(gate: jax.Array | None, up: jax.Array) -> jax.Array:
+        assert gate is not None
+        return jax.nn.silu(gate) * up
+
+    bounds, dropped, capacity = WAYS.get(way, {}), jnp.int32(0), None
     with use_rules(rules, mesh), plain() if way == "loop" else contextlib.nullcontext():
         logits = x.astype(jnp.float32) @ router + skew * (jnp.arange(asked.experts) < asked.top_k)
         routed = routing.route(logits, jnp.ones(x.shape[:2], bool), asked.top_k, "softmax_chosen")
@@ -125,8 +128,7 @@ def layer_loss(asked: Any, mesh: Any, rules: Any, way: str, skew: float, x: Any,
             order = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
             routed, dropped = routing.limit(routed, order, capacity)
         y, lost, _ = mixture(
-            x, routed.chosen_BLK, routed.weights_BLK, experts, lambda gate, up: jax.nn.silu(gate) * up,
-            capacity, bounds.get("buffer"),
+            x, routed.chosen_BLK, routed.weights_BLK, experts, swiglu, capacity, bounds.get("buffer"),
         )  # fmt: skip
     return jnp.mean(jnp.square(y.astype(jnp.float32))), (jnp.max(load) / jnp.mean(load), dropped + lost)
 
