@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtrain.config import RopeConfig
+from jaxtrain.config import ConfigError, RopeConfig
 
 Frequencies = NDArray[np.float32]
 """Radians a position of each pair [P]."""
@@ -59,6 +59,11 @@ def yarn_magnitude(factor: float) -> float:
 
 
 def _yarn(r: RopeConfig, plain: Frequencies, rounded: bool = True) -> tuple[Frequencies, float]:
+    if r.beta_fast <= r.beta_slow:
+        raise ConfigError(
+            f"model.rope.beta_fast {r.beta_fast} is not above model.rope.beta_slow {r.beta_slow}: pairs that turn fast "
+            "are left alone, slow ones are divided"
+        )
     stretched = yarn_frequencies(plain, r.factor, r.beta_fast, r.beta_slow, r.original_length, r.theta, rounded)
     return stretched, yarn_magnitude(r.factor) if r.attention_factor is None else r.attention_factor
 
@@ -77,7 +82,10 @@ SCALINGS: dict[str, Callable[[RopeConfig, Frequencies], tuple[Frequencies, float
 
 
 def scaled(width: int, config: RopeConfig) -> tuple[Frequencies, float]:
-    """Frequencies of the width/2 pairs, and the magnitude of cosines and sines, as model.rope says."""
+    """Frequencies of the width/2 pairs, and the magnitude of cosines and sines, as model.rope says.
+
+    Raises ConfigError for a ramp of yarn that ends before it begins.
+    """
     return SCALINGS[config.scaling](config, frequencies(width, config.theta))
 
 

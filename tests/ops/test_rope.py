@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config import RopeConfig
+from jaxtrain.config import ConfigError, RopeConfig
 from jaxtrain.ops import rope
 
 
@@ -78,6 +78,11 @@ def test_yarn_keeps_pairs_that_turn_fast_and_divides_those_that_turn_slowly():
     # Between the ends the share that is divided grows by the same amount from pair to pair.
     share = (plain - scaled)[between] / (plain * (1 - 1 / 16))[between]
     np.testing.assert_allclose(np.diff(share), math.log(10_000.0) / (64 * math.log(32)), rtol=2e-3)
+
+
+def test_a_ramp_that_ends_before_it_begins_is_refused():
+    with pytest.raises(ConfigError, match=r"beta_fast 1\.0 is not above model\.rope\.beta_slow 2\.0"):
+        rope.scaled(8, RopeConfig(scaling="yarn", beta_fast=1.0, beta_slow=2.0))
 
 
 def test_the_magnitude_multiplies_cosines_and_sines():
