@@ -31,15 +31,6 @@ class RopeConfig(Section):
     attention_factor: float | None = Field(None, gt=0)
     """yarn: multiplies cosines and sines; null is 0.1 ln(factor) + 1."""
 
-    @model_validator(mode="after")
-    def _ramp_goes_down(self) -> RopeConfig:
-        if self.scaling.startswith("yarn") and self.beta_fast <= self.beta_slow:
-            raise ValueError(
-                f"model.rope.beta_fast {self.beta_fast} is not above model.rope.beta_slow {self.beta_slow}: pairs that "
-                "turn fast are left alone, slow ones are divided"
-            )
-        return self
-
 
 class MoeConfig(Section):
     """A mixture of experts in place of the feed-forward layer; experts 0 is none (Shazeer et al. 2017)."""

@@ -107,6 +107,7 @@ def layer_loss(asked: Any, mesh: Any, rules: Any, way: str, skew: float, x: Any,
     import contextlib
     import math
 
+    import jax
     import jax.numpy as jnp
 
     from jaxtrain.mesh.rules import use_rules
