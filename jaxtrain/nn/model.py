@@ -126,6 +126,10 @@ class Model:
         """Rows of layers in the model's order -> as the stack holds them: the same order."""
         return rows
 
+    def from_stack(self, rows: jax.Array) -> jax.Array:
+        """The inverse of `to_stack`."""
+        return rows
+
     def count(self) -> int:
         """Number of parameters; a tied head counts once."""
         return sum(param.size for param in jax.tree.leaves(self.params))

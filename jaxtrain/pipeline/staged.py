@@ -54,6 +54,10 @@ class StagedModel(Model):
         """Rows of layers in the model's order -> as the stack holds them, zero at empty places."""
         return self.stages.to_stages(rows)
 
+    def from_stack(self, rows: jax.Array) -> jax.Array:
+        """The inverse of `to_stack`."""
+        return self.stages.to_model(rows)
+
     def count(self) -> int:
         """Number of parameters; empty places count nothing."""
         return self.plain.count()

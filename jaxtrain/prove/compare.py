@@ -25,8 +25,8 @@ FLOOR = 1e-3
 NOISE, NOISE_FLOOR = 1e-6, 0.1
 """A parameter whose gradient never exceeds NOISE of the largest is zero in exact arithmetic (a key bias without rotary
 positions) and holds rounding alone: NOISE_FLOOR takes the place of FLOOR."""
-OF_THE_LAYOUT = {"fill", "loss_scale"}
-"""Metrics that describe how the batch is laid or the loss is scaled, not what is learned."""
+OF_THE_LAYOUT = {"fill", "loss_scale", "traffic", "expert_traffic"}
+"""Metrics and sums that describe how the batch is laid, what moves, or how the loss is scaled, not what is learned."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def compare(got: Outcome, want: Outcome, born: Tree) -> list[Check]:
     checks = [Check("masked", leaf, math.inf) for leaf in got.moved]
     for batch, gradient in enumerate(want.gradients):
         checks += _leaves("gradient", got.gradients[batch], gradient, quiet)
-        checks += _values("sum", got.sums[batch], want.sums[batch])
+        checks += _values("sum", got.sums[batch], _learned(want.sums[batch]))
     for update in range(len(want.states)):
         checks += (replace(check, update=update + 1) for check in _one_update(got, want, born, update, quiet))
     return checks
@@ -84,14 +84,17 @@ def flatten(tree: Tree) -> dict[str, np.ndarray]:
 
 
 def _one_update(got: Outcome, want: Outcome, born: Tree, update: int, quiet: Collection[str]) -> Iterator[Check]:
-    metrics = {name: value for name, value in want.metrics[update].items() if name not in OF_THE_LAYOUT}
-    yield from _values("metric", got.metrics[update], metrics)
+    yield from _values("metric", got.metrics[update], _learned(want.metrics[update]))
     have, wanted = got.states[update], want.states[update]
     yield from _values("metric", have, {name: wanted[name] for name in ("updates", "tokens")})
     opt = flatten(have["opt"])
     for moments in _by_moment(wanted["opt"], flatten(born["params"])):
         yield from _leaves("moment", opt, moments, quiet)
     yield from _leaves("parameter", _way(have["params"], born["params"]), _way(wanted["params"], born["params"]), quiet)
+
+
+def _learned(values: Tree) -> Tree:
+    return {name: value for name, value in values.items() if name not in OF_THE_LAYOUT}
 
 
 def _leaves(kind: str, got: Tree, want: Tree, quiet: Collection[str]) -> Iterator[Check]:

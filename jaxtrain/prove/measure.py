@@ -12,6 +12,7 @@ import numpy as np
 from jaxtrain.data.packing import Batch
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import Param
+from jaxtrain.pipeline.stages import LAYERS
 from jaxtrain.train.batch import place
 from jaxtrain.train.setup import Setup
 from jaxtrain.train.step import Step, compile_step
@@ -67,13 +68,15 @@ class Bench:
         for batch in batches:
             state, (values, _) = self._step(state, self._batch(batch))
             metrics.append(jax.device_get(values))
-            states.append(_on_host(state))
+            states.append(_on_host(self._setup.to_saved(state)))
         return Outcome([gradient for gradient, _ in births], [sums for _, sums in births], metrics, states, moved)
 
     def gradients(self, born: Tree, batch: Batch) -> tuple[Tree, Tree]:
         """Unscaled gradients and sums of a state on the host."""
         _, (_, seen) = self._step(self._start(born), self._batch(batch))
-        gradient, sums = _on_host(seen)
+        gradient, sums = seen
+        ordered = {**gradient, LAYERS: jax.tree.map(self._setup.model.from_stack, gradient[LAYERS])}
+        gradient, sums = _on_host((ordered, sums))
         return jax.tree.map(lambda g: g / self._scale, gradient), sums
 
     def _batch(self, batch: Batch) -> dict[str, jax.Array]:
@@ -83,9 +86,10 @@ class Bench:
         """The state on its devices, with this bench's loss scale."""
         state = {**born, "scaler": {**born["scaler"], "scale": self._scale}}
         # Copies: the step donates its state, and a buffer on the CPU may be the array itself.
-        return jax.tree.map(
-            lambda leaf, like: jax.device_put(np.array(leaf), like.sharding), state, self._setup.abstract
+        placed = jax.tree.map(
+            lambda leaf, like: jax.device_put(np.array(leaf), like.sharding), state, self._setup.saved
         )
+        return self._setup.from_saved(placed)
 
 
 def newborn(setup: Setup, seed: int = 0) -> Tree:
@@ -100,7 +104,7 @@ def newborn(setup: Setup, seed: int = 0) -> Tree:
         mean, spread = means.get(path[-1].key, (0.0, std))
         return (mean + spread * rng.standard_normal(param.shape)).astype(np.float32)
 
-    return _on_host(setup.adopt_state(jax.tree_util.tree_map_with_path(draw, setup.model.params)))
+    return _on_host(setup.adopt_saved(jax.tree_util.tree_map_with_path(draw, setup.plain.params)))
 
 
 def _on_host(tree: Tree) -> Tree:

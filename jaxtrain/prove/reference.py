@@ -102,10 +102,11 @@ def check(directory: Path, overrides: Sequence[str] = (), devices: list[Any] | N
     numbers, arrays = read_json(directory / "reference.json"), _arrays(directory / "reference.npz")
     config = _config(nested(settings), numbers, arrays, overrides)
     setup = resolve(config, _devices(config, devices))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.abstract["params"])
-    params = load(directory, family, setup.model, hub["vocab_size"], shardings)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.saved["params"])
+    params = load(directory, family, setup.plain, hub["vocab_size"], shardings)
     later = MIXTURE if config.model.moe.experts else 0.0
-    logits = _logits(setup, params, batch_of(arrays["input_ids"], arrays["labels"]), arrays["logits"])
+    state = setup.adopt_state(params)
+    logits = _logits(setup, state["params"], batch_of(arrays["input_ids"], arrays["labels"]), arrays["logits"])
     step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
 
     def update(state: Any, inputs: np.ndarray, labels: np.ndarray) -> tuple[Any, float, float]:
@@ -113,7 +114,6 @@ def check(directory: Path, overrides: Sequence[str] = (), devices: list[Any] | N
         state, metrics = step(state, batch)
         return state, float(metrics["loss"]), float(metrics["grad_norm"])
 
-    state = setup.adopt_state(params)
     # The step donates its state.
     _, loss, norm = update(jax.tree.map(jnp.copy, state), arrays["input_ids"], arrays["labels"])
     curve = []
@@ -176,7 +176,7 @@ def _devices(config: RunConfig, devices: list[Any] | None) -> list[Any]:
 
 def _trained(setup: Setup) -> int:
     """Parameters as transformers counts them: a router's correction is none."""
-    flat = flatten_paths(setup.model.params)
+    flat = flatten_paths(setup.plain.params)
     return sum(param.size for path, param in flat.items() if not path.endswith("router/correction"))
 
 

@@ -146,9 +146,18 @@ class Setup:
             self.model, self.step.optimizer, self.config.precision, self.abstract, self.config.train.seed
         )
 
+    @property
+    def plain(self) -> Model:
+        """The model with its layers in order, as checkpoints and the hub have it."""
+        return self.model.plain if isinstance(self.model, StagedModel) else self.model
+
+    def adopt_saved(self, params: Any) -> State:
+        """The state before the first update of given weights, as `saved` describes both; they are not copied."""
+        return adopt_state(params, self.step.optimizer, self.config.precision, self.saved)
+
     def adopt_state(self, params: Any) -> State:
-        """The state before the first update of given weights, which are in their shards."""
-        return adopt_state(params, self.step.optimizer, self.config.precision, self.abstract)
+        """`adopt_saved`, ready to be trained."""
+        return self.from_saved(self.adopt_saved(params))
 
 
 def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
