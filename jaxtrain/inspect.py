@@ -73,17 +73,10 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
     model = build(config.model)
     if topology.sizes["pipe"] > 1:
         model = stage_model(model, plan_stages(config, model, topology.sizes["pipe"]))
-<<<<<<< HEAD
-        if (empty := model.stages.layers.size - config.model.n_layers) > 0:
-            notes.append(
-                f"stages differ: {empty} of {model.stages.layers.size} places for layers are empty, and counted"
-            )
-=======
         places = model.stages.layers.size
         if places > config.model.n_layers:
             empty = places - config.model.n_layers
             notes.append(f"stages differ: {empty} of {places} places for layers are empty, and counted")
->>>>>>> pipe
     params = model.params
     precision = Precision(config.precision)
     layout = plan_layout(params, resolve_rules(config.rules), topology.sizes, precision.separate_masters)
