@@ -28,7 +28,7 @@ QUICK = [
 EXPERTS = {
     "one device": [],
     "expert=2 x tensor=2 x data=2": ["mesh.data=2", "mesh.tensor=2", "mesh.expert=2", "rules.preset=[tensor_sequence]"],
-    "expert=4, fsdp": ["mesh.data=2", "mesh.expert=4", "rules.preset=[fsdp]"],
+    "expert=4, fsdp": ["mesh.data=2", "mesh.expert=4", "rules.preset=[fsdp]", "train.microbatch=1"],
     "seq=2 x expert=2": ["mesh.data=2", "mesh.seq=2", "mesh.expert=2"],
 }
 QUICK_EXPERTS = [("mixtral", "expert=4, fsdp"), ("deepseek_v3", "expert=2 x tensor=2 x data=2")]
