@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import config_of, packed_rows, setup_of, train_on, worst_relative_error
+from runs import ROWS, config_of, packed_rows, setup_of, train_on, worst_relative_error
 
 from jaxtrain.config import ConfigError
 from jaxtrain.pipeline.stages import LAYERS, Stages
@@ -90,7 +90,10 @@ def gradients_of(setup: Setup, scale: float = 3.0) -> tuple[Any, dict[str, Any]]
 
 
 def check(sections: Sections, want: tuple[Any, dict[str, Any]]) -> None:
-    got, sums = gradients_of(setup_of(config_of(**sections)))
+    mesh = sections["mesh"]
+    replicas = ROWS // sections["train"]["accumulation"]  # at most, a row each
+    devices = min(8, mesh["pipe"] * mesh.get("tensor", 1) * replicas)
+    got, sums = gradients_of(setup_of(config_of(**sections), devices))
     error, path = worst_relative_error(got, want[0])
     assert error < 2e-5, path
     assert sums["scored"] == want[1]["scored"]
