@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Union
 
 import tyro
 from rich.console import Console
 from tyro.conf import Positional, arg, subcommand
 
 from jaxtrain.config import ConfigError, RunConfig, load_config
+from jaxtrain.verbs import Data, ExportHf, ImportHf, Tokenize, print_json
 
 _JOIN = "Where process 0 listens, host:port; with --processes and --process-id this process joins the job by hand."
 
@@ -47,7 +46,7 @@ class Train:
 
             result = train(config, directory, quiet=self.json)
             if self.json:
-                _print_json(result)
+                print_json(result)
             return 0
 
         join(self.coordinator, self.processes, self.process_id)
@@ -119,7 +118,7 @@ class Inspect:
         before = inspect(load_config(self.config, overrides), self.devices, self.cluster)
         shown: Any = before.diff(*self.diff) if self.diff else before
         if self.json:
-            _print_json(shown.to_json())
+            print_json(shown.to_json())
         else:
             shown.print(Console())
         return 0
@@ -133,7 +132,7 @@ class Inspect:
         if self.schedule_svg:
             self.schedule_svg.write_text(picture.svg())
         if self.json:
-            _print_json(picture.to_json())
+            print_json(picture.to_json())
         else:
             picture.print(Console())
         return 0
@@ -157,7 +156,7 @@ class Eval:
         batches = held_out(opened.setup, opened.corpus)
         loss, scored = mean_loss(jit_evaluate(opened.setup.step), opened.params, batches)
         if self.json:
-            _print_json({"step": opened.step, "eval_loss": loss, "scored_tokens": scored})
+            print_json({"step": opened.step, "eval_loss": loss, "scored_tokens": scored})
         else:
             print(f"update {opened.step}: held-out loss {loss:.4f} over {scored:,} tokens")
         return 0
@@ -229,7 +228,7 @@ class Compile:
             write_page(reports[0], self.html)
         if self.json:
             trees = {name: report.to_json() for name, report in zip(names, reports, strict=True)}
-            _print_json(trees if self.diff else reports[0].to_json())
+            print_json(trees if self.diff else reports[0].to_json())
         elif self.diff is not None:
             show_diff(reports[0], reports[1], (self.config, self.diff), Console())
         else:
@@ -238,120 +237,6 @@ class Compile:
         for report in misfits:
             print(f"jaxtrain: {fit_line(report)}", file=sys.stderr)
         return 2 if misfits else 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokenize:
-    """Write the sources of a configuration as token shards; the same command again goes on after a kill."""
-
-    config: Positional[Annotated[str, arg(metavar="CONFIG")]]
-    """YAML file, or the name of a shipped one."""
-    out: Path
-    """Folder of the shards, with tokens.json and tokenizer.json; name it as a source's tokens or arrayrecord."""
-    format: Literal["bin", "arrayrecord"] = "bin"
-    """Megatron's .bin/.idx, mapped as it lies, or ArrayRecord."""
-    workers: int | None = None
-    """Processes; default one a core."""
-    json: bool = False
-    """Print the counts as one JSON object on stdout."""
-
-    def __call__(self, overrides: Sequence[str]) -> int:
-        """Write the shards, print the counts."""
-        from jaxtrain.data.tokenize import tokenize
-
-        counts = tokenize(
-            load_config(self.config, overrides), self.out, self.format, self.workers or os.cpu_count() or 1
-        )
-        _print_counts(counts, self.json)
-        return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Show what a run will read: batches as text, fill rate, lengths, shares of the sources, speed of the pipeline."""
-
-    config: Positional[Annotated[str, arg(metavar="CONFIG")]]
-    """YAML file, or the name of a shipped one."""
-    batches: int = 2
-    """First batches shown as text, a colour a document."""
-    picture: Path | None = None
-    """Draw the histogram of document lengths (.png, .svg or .pdf)."""
-    html: Path | None = None
-    """Write what is shown as an HTML page."""
-    json: bool = False
-    """Print the numbers as one JSON object on stdout."""
-
-    def __call__(self, overrides: Sequence[str]) -> int:
-        """Read, measure, print."""
-        from jaxtrain.data.preview import preview, write_html
-
-        seen = preview(load_config(self.config, overrides), self.batches)
-        if self.json:
-            _print_json(seen.to_json())
-        else:
-            Console().print(seen.render())
-        for path in (
-            self.picture and seen.draw(self.picture),
-            self.html and write_html([seen.render()], self.html),
-        ):
-            if path and not self.json:
-                Console().print(f"written: {path}")
-        return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class ImportHf:
-    """Make a run of a Hugging Face folder, before its first update: train, eval and generate go on from there."""
-
-    directory: Positional[Annotated[Path, arg(metavar="DIR")]]
-    """Folder with config.json and safetensors."""
-    run: Positional[Annotated[Path, arg(metavar="RUN")]]
-    """Run directory to make."""
-    config: str | None = None
-    """YAML file, or the name of a shipped one, for all but the model: data, optimizer, mesh."""
-    ignore: tuple[str, ...] = ()
-    """Keys of config.json that change nothing of the model though its family does not know them."""
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __call__(self, overrides: Sequence[str]) -> int:
-        """Join the job, read, write the run."""
-
-        def body() -> dict[str, Any]:
-            from jaxtrain.hub.runs import import_run
-
-            return import_run(self.directory, self.run, self.config, overrides, self.ignore)
-
-        return _counted(body, self.json)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExportHf:
-    """Write a run's newest checkpoint as a Hugging Face folder."""
-
-    run: Positional[Annotated[Path, arg(metavar="RUN")]]
-    """Run directory."""
-    directory: Positional[Annotated[Path, arg(metavar="DIR")]]
-    """Folder to make."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Dtype of every tensor; float32 loses nothing."""
-    max_shard_gb: float = 5.0
-    """Largest safetensors file, in GB (10^9 bytes)."""
-    family: str | None = None
-    """The hub's model_type; default that of the import, else the first that can say the model."""
-    json: bool = False
-    """Print one JSON object on stdout."""
-
-    def __call__(self, overrides: Sequence[str]) -> int:
-        """Join the job, restore, write."""
-
-        def body() -> dict[str, Any]:
-            from jaxtrain.hub.runs import export_run
-
-            at = (self.run, self.directory, self.dtype, self.max_shard_gb, self.family)
-            return export_run(*at, overrides)
-
-        return _counted(body, self.json)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,7 +276,7 @@ class Verify:
         with progress(errors, shown=config.observe.progress and errors.is_terminal) as told:
             report = verify(config, self.layouts, devices, told)
         if self.json:
-            _print_json(to_json(report))
+            print_json(to_json(report))
         else:
             show_report(report, Console())
         for line in failures(report):
@@ -405,7 +290,7 @@ class Verify:
         sizes = [f"mesh.{item.strip()}" for item in self.mesh.split(",")] if self.mesh else []
         result = check(self.reference, [*sizes, *overrides], devices)
         if self.json:
-            _print_json(result.to_json())
+            print_json(result.to_json())
         else:
             Console().print(result.table())
         for row in (row for row in result.rows if not row.passed):
@@ -470,32 +355,3 @@ def _verbs() -> Any:
 
 def _default_run(config: str) -> Path:
     return Path("runs") / Path(config).stem
-
-
-def _counted(body: Callable[[], dict[str, Any]], as_json: bool) -> int:
-    """Join the job, run `body` in every process, print its counts in one."""
-    from jaxtrain.launch.distributed import guard, join
-
-    def main() -> int:
-        import jax
-
-        counts = body()
-        if jax.process_index() == 0:
-            _print_counts(counts, as_json)
-        return 0
-
-    join()
-    return guard(main)
-
-
-def _print_counts(counts: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        _print_json(counts)
-        return
-    for name, value in counts.items():
-        text = f"{value:,}" if isinstance(value, int) else str(value)
-        Console().print(f"{name.replace('_', ' ')}: {text}")
-
-
-def _print_json(value: dict[str, Any]) -> None:
-    print(json.dumps(value, default=str))

@@ -41,8 +41,6 @@ from jaxtrain.train.state import (
 )
 from jaxtrain.train.step import Batch, Step
 
-UNTRAINABLE: dict[str, str] = {}
-
 
 @dataclass(frozen=True)
 class Setup:
@@ -163,16 +161,10 @@ class Setup:
 def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     """Resolve mesh, rules, layout and batch of a configuration on these devices (default: all of this job).
 
-    Raises ConfigError where they do not fit together, or where an axis is asked for that cannot be trained yet.
+    Raises ConfigError where they do not fit together.
     """
     topology = build_topology(config.mesh, config.cluster, devices)
     _check_further(config.model, topology)
-    for axis, what in UNTRAINABLE.items():
-        if topology.sizes[axis] > 1:  # type: ignore[index]
-            raise ConfigError(
-                f"mesh.{axis} is {topology.sizes[axis]}: training with {what} is not built yet; "  # type: ignore[index]
-                f"set mesh.{axis}: 1 (inspect describes such a mesh already)"
-            )
     mesh = topology.mesh()
     model = plain = build(config.model)
     if topology.sizes["pipe"] > 1:
