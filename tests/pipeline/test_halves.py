@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 from runs import config_of, worst_relative_error
 
-from jaxtrain.nn.decoder import layer_data
 from jaxtrain.nn.model import build
 from jaxtrain.pipeline.halves import halve
 
@@ -34,13 +33,13 @@ def backward_of(model: dict[str, Any]) -> tuple[Callable[[Any, Any], tuple[Any, 
     x_BLD, ct_BLD = (jax.random.normal(key, (ROWS, LENGTH, described.config.d_model)) for key in keys)
     positions_BL = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (ROWS, LENGTH))
     segments_BL = jnp.ones((ROWS, LENGTH), jnp.int32).at[:, 10:].set(2)
-    window = jnp.asarray(layer_data(described.config))[0]
+    data = jax.tree.map(lambda rows: jnp.asarray(rows)[0], described.data())
 
     def backward(known: Any, ct_BLD: jax.Array) -> tuple[Any, Any]:
         weights, x_BLD, positions_BL, segments_BL = known
         flow = described.flow(params, positions_BL, segments_BL)
         block = described.block(params)
-        _, pull = jax.vjp(lambda weights, x_BLD: block(weights, x_BLD, flow, window)[0], weights, x_BLD)
+        _, pull = jax.vjp(lambda weights, x_BLD: block(weights, x_BLD, flow, data)[0], weights, x_BLD)
         of_weights, of_input = pull(ct_BLD)
         return of_input, of_weights
 
