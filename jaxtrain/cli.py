@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg, subcommand
 
 from jaxtrain.config import ConfigError, RunConfig, load_config
+from jaxtrain.launch.place import enough_threads
 from jaxtrain.verbs import Data, ExportHf, ImportHf, Tokenize, print_json
 
 _JOIN = "Where process 0 listens, host:port; with --processes and --process-id this process joins the job by hand."
@@ -318,6 +320,8 @@ def main(argv: Sequence[str]) -> int:
     """Run one verb; a ConfigError becomes one message on stderr and exit status 2."""
     # Orbax logs whole tracebacks of damaged files before our one message.
     logging.getLogger("absl").setLevel(logging.CRITICAL)
+    if (simulated := os.environ.get("JAX_NUM_CPU_DEVICES", "1")).isdecimal():
+        enough_threads(int(simulated))
     try:
         rest, overrides = split_overrides(argv)
         verb: Any = tyro.cli(_verbs(), prog="jaxtrain", args=rest)

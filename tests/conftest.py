@@ -14,6 +14,8 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "jaxtrain-test-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Simulated devices wait for each other in threads of one pool: one that is no larger than the machine runs dry.
+os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("MPLBACKEND", "agg")
 
 # The same examples in each run: a change is judged by what it changes. make prove draws others each time.

@@ -60,7 +60,9 @@ class _Worker:
         for line in self.process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
             self.tail.append(text)
-            print(prefix + text, flush=True)
+            # Line and end in one write: process 0 writes to the same place.
+            sys.stdout.write(f"{prefix}{text}\n")
+            sys.stdout.flush()
 
 
 def launch(

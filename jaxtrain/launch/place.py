@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -127,3 +128,12 @@ def split_address(address: str) -> tuple[str, int]:
     if match is None or not 0 < int(match[2]) < 65536:
         raise ConfigError(f"--coordinator {address!r} is not HOST:PORT, such as node0:12345")
     return match[1], int(match[2])
+
+
+def enough_threads(devices: int) -> None:
+    """Room for `devices` simulated devices to wait for each other; must come before jax' first use.
+
+    A device may wait in several threads of the one pool: no larger than the machine it runs dry, and all wait for ever.
+    """
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(8 * devices))  # where XLA's CPU client reads the size of its pool

@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from jaxtrain.config import ConfigError
+from jaxtrain.launch.place import enough_threads
 
 # Independent collectives of one program may otherwise run in different order on different devices, and wait for ever.
 FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
@@ -22,6 +23,7 @@ def find_devices(count: int) -> list[Any]:
     flags = os.environ.get("XLA_FLAGS", "")
     if FLAG not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {FLAG}".strip()
+    enough_threads(count)
     import jax
 
     # Too late once the devices are made: then those that there are must do.

@@ -180,7 +180,8 @@ def test_signals_are_passed_on_and_work_is_finished(worker, signum):
         """
 import signal
 def save(signum, frame):
-    print("saved", signum, flush=True)
+    sys.stdout.write(f"saved {signum}\\n")
+    sys.stdout.flush()
     sys.exit(0)
 signal.signal(signal.SIGINT, save)
 signal.signal(signal.SIGTERM, save)
