@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.config import OptimizerConfig
+from jaxtrain.config import ModelConfig, OptimizerConfig
 from jaxtrain.data import IGNORE
 from jaxtrain.data.packing import Batch
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import Param
+from jaxtrain.nn.decoder import mixture_layers
 from jaxtrain.prove.measure import Bench, Outcome
 from jaxtrain.train.setup import Setup
 
@@ -40,6 +41,7 @@ def plain_updates(setup: Setup, bench: Bench, born: Tree, batches: Sequence[Batc
             root = np.sqrt(second[name] / (1 - config.beta2 ** (update + 1)))
             decay = config.weight_decay * _decays(shapes[name]) * params[name]
             params[name] = params[name] - rate * (mean / (root + config.eps) + decay)
+        _balance(params, setup.config.model, sums)
         scored = int(np.sum(batch["labels"] != IGNORE))
         tokens += scored
         metrics.append({
@@ -52,6 +54,17 @@ def plain_updates(setup: Setup, bench: Bench, born: Tree, batches: Sequence[Batc
             "updates": np.int32(update + 1), "tokens": np.array([0, tokens], np.int32),
         })  # fmt: skip
     return Outcome([], [], metrics, states)
+
+
+def _balance(params: dict[str, np.ndarray], model: ModelConfig, sums: Tree) -> None:
+    """Correction biases move by bias_rate towards an even load (Wang et al. 2024, algorithm 1)."""
+    if not model.moe.experts or model.moe.bias_rate is None:
+        return
+    load_NX, at = np.asarray(sums["load"], np.float64), 0
+    step_NX = model.moe.bias_rate * np.sign(load_NX.mean(axis=1, keepdims=True) - load_NX)
+    for path, layers in mixture_layers(model).items():
+        params["/".join((*path, "router", "correction"))] += step_NX[at : at + layers]
+        at += layers
 
 
 def _rate(config: OptimizerConfig, updates: int, update: int) -> float:
