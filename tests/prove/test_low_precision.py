@@ -49,6 +49,9 @@ def test_bfloat16_stays_near_the_float32_curve(name: str, float32: list[dict[str
         # Cut at other places, documents are others.
         got = curve(layout.config, layout.devices, packing if packing != "concat" else None)
     except ConfigError as error:
+        # Kernels need a GPU; any other refusal of a row of the table is a fault.
+        if not name.endswith(("backend=tokamax", "backend=cudnn")):
+            raise
         pytest.skip(f"refused: {error}")
     differs = 0.0
     for here, there in zip(got, float32, strict=True):
