@@ -59,9 +59,14 @@ def layer_runs(config: ModelConfig) -> tuple[Run, ...]:
     return *head, Run((*among, ("layers", slice(None))), mixed // moe.every)
 
 
+def layer_stacks(config: ModelConfig) -> tuple[str, ...]:
+    """Stack of each layer, in the model's order; the n-th layer of a stack is its row n."""
+    return tuple(stack for run in layer_runs(config) for _ in range(run.periods) for stack, _ in run.pattern)
+
+
 def layers_of(config: ModelConfig, stack: str) -> int:
     """Number of layers of a stack."""
-    return sum(run.periods for run in layer_runs(config) for name, _ in run.pattern if name == stack)
+    return layer_stacks(config).count(stack)
 
 
 def mixture_layers(config: ModelConfig) -> dict[tuple[str, ...], int]:

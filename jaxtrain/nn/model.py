@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.block import Stats
-from jaxtrain.nn.decoder import Decoder, check_segments, layer_data
+from jaxtrain.nn.decoder import Decoder, check_segments, layer_data, layer_stacks
 from jaxtrain.nn.layers import NOTHING, Flow, Totals
 from jaxtrain.nn.mla import check_latent
 from jaxtrain.nn.mtp import further_labels
@@ -88,9 +89,14 @@ class Model:
         """The first part of `hidden`: token and position ids -> the residual stream before the first layer."""
         return nnx.merge(self.graph, params).enter(tokens_BL, positions_BL)
 
-    def block(self, params: Tree) -> Callable[[Tree, jax.Array, Flow, Any], tuple[jax.Array, Stats]]:
-        """One layer of a model of one stack: (its params, x_BLD, flow, its row of `data`) -> (x_BLD, stats)."""
-        graph, _ = nnx.split(nnx.merge(self.graph, params).layers)
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Stack of each layer, in the model's order."""
+        return layer_stacks(self.config)
+
+    def block(self, params: Tree, stack: str) -> Callable[[Tree, jax.Array, Flow, Any], tuple[jax.Array, Stats]]:
+        """One layer of a stack: (its params, x_BLD, flow, its row of the stack's `data`) -> (x_BLD, stats)."""
+        graph, _ = nnx.split(getattr(nnx.merge(self.graph, params), stack))
 
         def run(layer: Tree, x_BLD: jax.Array, flow: Flow, data: tuple[jax.Array | None, Tree]) -> Any:
             window, own = data
@@ -98,9 +104,14 @@ class Model:
 
         return run
 
-    def data(self, totals: Totals = NOTHING) -> tuple[Any, Tree]:
-        """What the layers of a model of one stack see, each its row: their windows where they differ, their totals."""
-        return layer_data(self.config) if len(set(self.config.windows)) > 1 else None, totals.get("mixtures", {})
+    def data(self, totals: Totals = NOTHING) -> dict[str, tuple[Any, Tree]]:
+        """What the layers of each stack see, each its row: their windows where they differ, their totals."""
+        stacks, differ = np.array(self.stacks), len(set(self.config.windows)) > 1
+        own = {"layers": jax.tree.map(lambda a: a[: self.stacks.count("layers")], totals.get("mixtures", {}))}
+        return {
+            stack: (layer_data(self.config)[stacks == stack] if differ else None, own.get(stack, {}))
+            for stack in dict.fromkeys(self.stacks)
+        }
 
     def flow(self, params: Tree, positions_BL: jax.Array, segments_BL: jax.Array, totals: Totals = NOTHING) -> Flow:
         """What every layer sees of the batch beside the residual stream; each layer's own totals come by `data`."""
@@ -122,11 +133,11 @@ class Model:
         logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, self.head(params), preferred_element_type=jnp.float32)
         return soft_cap(constrain(logits_BLV, "batch", "length", "vocab"), self.config.logit_softcap)
 
-    def to_stack(self, rows: jax.Array) -> jax.Array:
-        """Rows of layers in the model's order -> as the stack holds them: the same order."""
+    def to_stack(self, stack: str, rows: jax.Array) -> jax.Array:
+        """Rows of a stack's layers in the model's order -> as the parameters hold them: the same order."""
         return rows
 
-    def from_stack(self, rows: jax.Array) -> jax.Array:
+    def from_stack(self, stack: str, rows: jax.Array) -> jax.Array:
         """The inverse of `to_stack`."""
         return rows
 

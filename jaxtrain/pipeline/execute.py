@@ -2,11 +2,10 @@
 
 All stages run the same program in every tick, so no control flow differs between devices and every collective inside
 a layer composes; moving on is a shift of the stage dimension, a collective-permute between neighbours. The forward
-slot keeps the input of every `every` layers; the backward slot recomputes them from it. Embedding and head belong to no
+slot keeps the inputs of layers (chunk.py); the backward slot recomputes them from it. Embedding and head belong to no
 stage: they are ordinary operations over all devices, their vocabulary cut over the pipe axis too.
 
-Legend: P stages, v chunks, J layer places of a chunk, E layers of a kept segment, M microbatches, B rows, L length,
-D model.
+Legend: P stages, v chunks, J' places of a chunk for layers of one stack, M microbatches, B rows, L length, D model.
 """
 
 from __future__ import annotations
@@ -23,22 +22,24 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
+from jaxtrain.config import RematConfig
 from jaxtrain.mesh.rules import active_mesh, constrain
-from jaxtrain.nn.layers import Flow, Totals
-from jaxtrain.nn.model import Model
-from jaxtrain.pipeline.halves import Halves, halve
-from jaxtrain.pipeline.stages import LAYERS, Stages
+from jaxtrain.nn.layers import Totals
+from jaxtrain.nn.model import KEEP_ALL, Model
+from jaxtrain.pipeline.chunk import Chunk, Own, pin
+from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Schedule
 
 Tree = Any
 Batch = dict[str, jax.Array]
-Sums = dict[str, jax.Array]
+Sums = dict[str, Any]
 Carry = dict[str, Any]
 Row = dict[str, Any]
 Head = Callable[[Tree, jax.Array, Batch], tuple[jax.Array, Sums]]
 """(weights, residual stream after the last layer, the microbatch's fields) -> (objective, sums) of a microbatch."""
 
-PIPE = "pipe"
+PIPE, STAGES = "pipe", "layers"
+"""The mesh axis, and the logical name of a dim that is cut over it."""
 RESIDUAL = ("batch", "residual_length", "hidden")
 
 
@@ -47,8 +48,7 @@ class Pipeline:
     """A model cut into stages, as one call of `gradients` or `forward` sees it.
 
     weights: in stage order, compute dtype; specs: their PartitionSpecs, None outside a mesh; batch fields: [M, B, L];
-    totals: what is known of the global batch, those of layers in the model's order; every: layers whose input alone is
-    kept.
+    totals: what is known of the global batch, those of layers in the model's order; remat: what stages keep.
     """
 
     model: Model
@@ -57,7 +57,7 @@ class Pipeline:
     specs: Tree
     batch: Batch
     totals: Totals = field(default_factory=dict)
-    every: int = 1
+    remat: RematConfig = KEEP_ALL
 
     def gradients(self, schedule: Schedule, head: Head, slope: jax.Array | float) -> tuple[Tree, Sums]:
         """float32 gradients of the sum over microbatches of head's objective + slope x the layers' objectives, sums.
@@ -69,8 +69,8 @@ class Pipeline:
             rows = _with_ends(schedule.rows(phase))
             tick = partial(self._tick, kinds=phase.kinds, head=head, slope=slope, heads=rows["head_microbatch"] >= 0)
             carry = _scan(tick, carry, rows)
-        gradients = {**carry["outer"], LAYERS: self._join(carry["layers"])}
-        return gradients, self._sums(carry)
+        layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), carry["layers"])
+        return {**carry["outer"], **layers}, self._sums(carry)
 
     def forward(self, schedule: Schedule, head: Head) -> Sums:
         """Sums over all microbatches of what head and layers report; `schedule` has forward work alone."""
@@ -81,74 +81,94 @@ class Pipeline:
     # Shapes of the carry --------------------------------------------------------------------------------------------
 
     def _start(self, schedule: Schedule, head: Head, training: bool) -> Carry:
-        P, v, J = self.stages.shape
+        P, v, _ = self.stages.shape
         rows, length = self.batch["tokens"].shape[1:]
-        dtype = self.layers_dtype
-        x_BLD = jnp.zeros((rows, length, self.model.config.d_model), dtype)
-        segments = J // self.every
-        stats = jax.eval_shape(lambda: self._layer_stats(x_BLD))
+        x_BLD = jnp.zeros((rows, length, self.model.config.d_model), self._dtype)
+        seen = self.batch["positions"][0], self.batch["segments"][0]
+        one = jax.tree.map(lambda a: a[0], self.own), x_BLD, seen
         sums = jax.eval_shape(lambda: head(self.weights, x_BLD, self._fields(jnp.int32(0)))[1])
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
         carry: Carry = {
-            "arrived": jnp.zeros((P, schedule.input_slots, *x_BLD.shape), dtype),
-            "stats": jax.tree.map(lambda s: jnp.zeros((P, v * J, *s.shape), s.dtype), stats),
+            "arrived": jnp.zeros((P, schedule.input_slots, *x_BLD.shape), x_BLD.dtype),
+            "stats": jax.tree.map(
+                lambda s: jnp.zeros((P, v * s.shape[0], *s.shape[1:]), s.dtype), self.chunk.stats(*one)
+            ),
             "sums": zeros(sums),
         }
         if training:
             float32 = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
+
+            def slots(count: int, shapes: Tree) -> Tree:
+                return jax.tree.map(lambda one: jnp.zeros((P, count, *one.shape), one.dtype), shapes)
+
             carry |= {
-                "kept": jnp.zeros((P, schedule.kept_slots, segments, *x_BLD.shape), dtype),
-                "cotangents": jnp.zeros((P, schedule.cotangent_slots, *x_BLD.shape), dtype),
-                "layers": float32(self.layers),
+                "kept": slots(schedule.kept_slots, self.chunk.kept(*one)),
+                "cotangents": jnp.zeros((P, schedule.cotangent_slots, *x_BLD.shape), x_BLD.dtype),
+                "layers": float32(self.own.weights),
                 "outer": float32(self.outer),
+                "stored": slots(schedule.stored_slots, self.chunk.stored(*one)) if schedule.split else None,
             }
-            if schedule.split:
-                carry["stored"] = [
-                    jnp.zeros((P, schedule.stored_slots, segments, *one.shape), one.dtype)
-                    for one in jax.eval_shape(lambda: self._stored(x_BLD))
-                ]
         return self._pin_carry(carry)
 
     def _pin_carry(self, carry: Carry) -> Carry:
         """Buffers are cut like the residual stream, sums of gradients like the weights."""
-        out = {**carry, "stored": list(carry["stored"])} if "stored" in carry else dict(carry)
-        for name in ("arrived", "cotangents", "kept"):
+        out = dict(carry)
+        for name in ("arrived", "cotangents"):
             if name in carry:
-                whole = (None,) * (carry[name].ndim - 4)
-                out[name] = constrain(carry[name], LAYERS, *whole, *RESIDUAL)
-        if "stored" in carry and (mesh := active_mesh()) is not None:
-            # Between the halves of a backward are values of any kind: each lies as the operation that made it says.
-            for i, one in enumerate(carry["stored"]):
-                spec = PartitionSpec(PIPE, *(PartitionSpec.UNCONSTRAINED,) * (one.ndim - 1))
-                out["stored"][i] = lax.with_sharding_constraint(one, NamedSharding(mesh, spec))
-        if "layers" in carry and self.specs is not None:
-            out["layers"] = _pin(carry["layers"], jax.tree.map(_by_stage, self.specs[LAYERS]))
-            out["outer"] = _pin(carry["outer"], {k: s for k, s in self.specs.items() if k != LAYERS})
+                out[name] = constrain(carry[name], STAGES, None, *RESIDUAL)
+        if "kept" in carry:
+            whole = (STAGES, None, None)
+            out["kept"] = jax.tree.map(
+                lambda values: [constrain(values[0], *whole, *RESIDUAL), *map(_pin_stage, values[1:])],
+                carry["kept"],
+                is_leaf=_is_segment,
+            )
+            out["stored"] = jax.tree.map(_pin_stage, carry["stored"])
+            if self.specs is not None:
+                out["layers"] = self._pin_own(carry["layers"])
+                out["outer"] = pin(carry["outer"], {name: self.specs[name] for name in self.outer})
         return out
+
+    @cached_property
+    def chunk(self) -> Chunk:
+        """What stages do."""
+        return Chunk(self.model, self.stages, self.weights, self.specs, self.totals, self.remat)
 
     @cached_property
     def outer(self) -> Tree:
         """Weights outside the stages."""
-        return {name: part for name, part in self.weights.items() if name != LAYERS}
+        return {name: part for name, part in self.weights.items() if name not in self.stages.rows}
 
     @cached_property
-    def layers(self) -> Tree:
-        """Weights of the stages, [P, v J, ...]."""
-        P, v, J = self.stages.shape
-        cut = jax.tree.map(lambda w: w.reshape(P, v * J, *w.shape[1:]), self.weights[LAYERS])
-        return cut if self.specs is None else _pin(cut, jax.tree.map(_by_stage, self.specs[LAYERS]))
+    def own(self) -> Own:
+        """What each stage owns of each stack [P, v J', ...]: weights, the layers' data, which places hold a layer."""
+        rows, data = self.stages.rows, self.model.data(self.totals)
+        weights = {
+            k: jax.tree.map(lambda w, r=r: w.reshape(len(r), -1, *w.shape[1:]), self.weights[k])
+            for k, r in rows.items()
+        }
+        # Read once, outside of the ticks: a layer's data lies with its stage.
+        seen = {
+            k: jax.tree.map(lambda d, r=r: jnp.asarray(d)[np.maximum(r, 0).reshape(len(r), -1)], data[k])
+            for k, r in rows.items()
+        }
+        real = {k: jnp.asarray(there) for k, there in self.stages.real.items()}
+        return Own(weights if self.specs is None else self._pin_own(weights), seen, real)
+
+    def _pin_own(self, stacks: Tree) -> Tree:
+        return pin(stacks, {k: jax.tree.map(_by_stage, self.specs[k]) for k in stacks})
 
     @property
-    def layers_dtype(self) -> Any:
+    def _dtype(self) -> Any:
         """Dtype of the residual stream."""
-        return jax.tree.leaves(self.weights[LAYERS])[0].dtype
-
-    def _join(self, layers: Tree) -> Tree:
-        return jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), layers)
+        return self.weights["embed"]["tokens"].dtype
 
     def _sums(self, carry: Carry) -> Sums:
-        P, v, J = self.stages.shape
-        stats = {k: self.stages.to_model(s.reshape(P * v * J, *s.shape[2:])) for k, s in carry["stats"].items()}
+        stats = {
+            name: self.stages.to_model(stack, s.reshape(-1, *s.shape[2:]))
+            for stack, found in carry["stats"].items()
+            for name, s in found.items()
+        }
         return {**carry["sums"], **stats}
 
     # One tick -------------------------------------------------------------------------------------------------------
@@ -176,15 +196,15 @@ class Pipeline:
         entered_BLD = self.model.enter(self.weights, first["tokens"], first["positions"])
         x_PBLD = _take(carry["arrived"], row["f_input"])
         x_PBLD = constrain(
-            jnp.where(_at_stage(0, x_PBLD) & (row["entering"] >= 0), entered_BLD, x_PBLD), LAYERS, *RESIDUAL
+            jnp.where(_at_stage(0, x_PBLD) & (row["entering"] >= 0), entered_BLD, x_PBLD), STAGES, *RESIDUAL
         )
-        y_PBLD, kept, stats = _over_stages(self._stage_forward)(
-            self.layers, *self._of_stage(chunk_P, m_P), x_PBLD, *self._seen(m_P)
+        y_PBLD, kept, stats = _over_stages(self.chunk.forward)(
+            self.own, chunk_P, x_PBLD, self._seen(m_P), carry.get("kept"), row["f_kept"]
         )
-        y_PBLD = constrain(y_PBLD, LAYERS, *RESIDUAL)
+        y_PBLD = constrain(y_PBLD, STAGES, *RESIDUAL)
         carry = dict(carry)
-        if "kept" in carry:
-            carry["kept"] = _put(carry["kept"], kept, row["f_kept"])
+        if kept is not None:
+            carry["kept"] = kept
         on_P = m_P >= 0
         carry["stats"] = jax.tree.map(
             partial(_add_chunk, chunk_P=chunk_P, chunks=self.stages.shape[1], on_P=on_P), carry["stats"], stats
@@ -205,7 +225,7 @@ class Pipeline:
         value, pull, sums = jax.vjp(objective, self.outer, x_BLD, has_aux=True)
         outer, gx_BLD = pull(jnp.ones_like(value))
         slots_P = jnp.where(_at_stage(-1, y_PBLD)[:, 0, 0, 0], row["head_cotangent"], -1)
-        everywhere = constrain(jnp.broadcast_to(gx_BLD, y_PBLD.shape), LAYERS, *RESIDUAL)
+        everywhere = constrain(jnp.broadcast_to(gx_BLD, y_PBLD.shape), STAGES, *RESIDUAL)
         return {
             **carry,
             "sums": jax.tree.map(jnp.add, carry["sums"], sums),
@@ -217,17 +237,13 @@ class Pipeline:
         m_P, chunk_P = row["b_microbatch"], row["b_chunk"]
         on_P = m_P >= 0
         ct_PBLD = _take(carry["cotangents"], row["b_cotangent"])
-        ct_PBLD = constrain(jnp.where(_wide(on_P, ct_PBLD), ct_PBLD, 0), LAYERS, *RESIDUAL)
-        gx_PBLD, layers, stored = _over_stages(partial(self._stage_backward, split="stored" in carry))(
-            self.layers, carry["layers"], *self._of_stage(chunk_P, m_P),
-            carry["kept"], jnp.maximum(row["b_kept"], 0), ct_PBLD, jnp.where(on_P, slope, 0.0), *self._seen(m_P),
+        ct_PBLD = constrain(jnp.where(_wide(on_P, ct_PBLD), ct_PBLD, 0), STAGES, *RESIDUAL)
+        gx_PBLD, layers, stored = _over_stages(self.chunk.backward)(
+            self.own, carry["layers"], chunk_P, self._seen(m_P), carry["kept"], row["b_kept"], ct_PBLD,
+            jnp.where(on_P, slope, 0.0), carry["stored"], row["b_stored"],
         )  # fmt: skip
-        gx_PBLD = constrain(gx_PBLD, LAYERS, *RESIDUAL)
-        carry = {**carry, "layers": layers}
-        if "stored" in carry:
-            carry["stored"] = [
-                _put(buffer, one, row["b_stored"]) for buffer, one in zip(carry["stored"], stored, strict=True)
-            ]
+        gx_PBLD = constrain(gx_PBLD, STAGES, *RESIDUAL)
+        carry = {**carry, "layers": layers, "stored": stored}
         gx_BLD = constrain(jnp.where(row["leaving"] >= 0, _of_one_stage(gx_PBLD, 0), 0), *RESIDUAL)
         rows = self._fields(row["leaving"])
 
@@ -238,12 +254,9 @@ class Pipeline:
         return {**carry, "outer": _add(carry["outer"], outer)}, gx_PBLD
 
     def _backward_weights(self, carry: Carry, row: Row) -> Carry:
-        m_P, chunk_P = row["w_microbatch"], row["w_chunk"]
-        on_P = m_P >= 0
-        layers = _over_stages(self._stage_weights)(
-            self.layers, carry["layers"], *self._of_stage(chunk_P, m_P),
-            carry["kept"], jnp.maximum(row["w_kept"], 0), carry["stored"], jnp.maximum(row["w_stored"], 0), on_P,
-            *self._seen(m_P),
+        layers = _over_stages(self.chunk.backward_weights)(
+            self.own, carry["layers"], row["w_chunk"], self._seen(row["w_microbatch"]), carry["kept"], row["w_kept"],
+            carry["stored"], row["w_stored"],
         )  # fmt: skip
         return {**carry, "layers": layers}
 
@@ -253,160 +266,13 @@ class Pipeline:
 
     def _shift(self, x_PBLD: jax.Array, by: int) -> jax.Array:
         """Every stage's x to the next (by 1) or the one before (by -1); with chunks the ends meet."""
-        return constrain(jnp.roll(x_PBLD, by, 0), LAYERS, *RESIDUAL)
-
-    def _of_stage(self, chunk_P: jax.Array, m_P: jax.Array) -> tuple[Any, Any, jax.Array]:
-        """Per stage: its layers' data and which places are real [P, v J], and the first place of the chunk [P]."""
-        P, v, J = self.stages.shape
-        of_place = np.maximum(self.stages.layers, 0).reshape(P, v * J)
-        data = jax.tree.map(lambda rows: jnp.take(jnp.asarray(rows), of_place, axis=0), self.model.data(self.totals))
-        return data, jnp.asarray(self.stages.real), jnp.maximum(chunk_P, 0) * J
+        return constrain(jnp.roll(x_PBLD, by, 0), STAGES, *RESIDUAL)
 
     def _seen(self, m_P: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Positions and segments of the microbatch at each stage [P, B, L]."""
         fields = (jnp.take(self.batch[name], jnp.maximum(m_P, 0), axis=0) for name in ("positions", "segments"))
-        positions, segments = (constrain(field, LAYERS, "batch", "length") for field in fields)
+        positions, segments = (constrain(field, STAGES, "batch", "length") for field in fields)
         return positions, segments
-
-    def _flow(self, positions_BL: jax.Array, segments_BL: jax.Array) -> Flow:
-        return self.model.flow(self.weights, positions_BL, segments_BL, self.totals)
-
-    # One stage, vmapped ---------------------------------------------------------------------------------------------
-
-    def _layer_stats(self, x_BLD: jax.Array) -> Sums:
-        """What one layer reports (for its shapes)."""
-        flow = self._flow(self.batch["positions"][0], self.batch["segments"][0])
-        layers = self.weights[LAYERS], self.model.data(self.totals)
-        weights, data = jax.tree.map(lambda a: jnp.asarray(a)[0], layers)
-        return self.model.block(self.weights)(weights, x_BLD, flow, data)[1]
-
-    def _segment(
-        self, flow: Any, data: Any, real: jax.Array, weights: Tree, x_BLD: jax.Array, unrolled: bool = False
-    ) -> Any:
-        """E layers in turn: ((x, their objective), stats [E, ...]); a place without a layer passes x on."""
-        block = self.model.block(self.weights)
-
-        def layer(x_BLD: jax.Array, slices: Any) -> tuple[jax.Array, Sums]:
-            weights, row, there = slices
-            y_BLD, stats = block(self._pin_layer(weights), x_BLD, flow, row)
-            if not self.stages.real.all():
-                y_BLD = jnp.where(there, y_BLD, x_BLD)
-                stats = jax.tree.map(lambda s: jnp.where(there, s, jnp.zeros_like(s)), stats)
-            return y_BLD, stats
-
-        if unrolled or self.every == 1:
-            found = []
-            for i in range(self.every):
-                x_BLD, stats = layer(x_BLD, jax.tree.map(lambda a, i=i: a[i], (weights, data, real)))
-                found.append(stats)
-            stats = jax.tree.map(lambda *each: jnp.stack(each), *found)
-        else:
-            x_BLD, stats = lax.scan(layer, x_BLD, (weights, data, real))
-        return (x_BLD, jnp.sum(stats.get("objective", jnp.float32(0)))), stats
-
-    def _stage_forward(
-        self, layers: Tree, data: Any, real: jax.Array, start: jax.Array, x_BLD: jax.Array, *seen: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Sums]:
-        flow = self._flow(*seen)
-
-        def segment(x_BLD: jax.Array, n: jax.Array) -> Any:
-            weights, row, there = self._slices((layers, data, real), start, n)
-            (y_BLD, _), stats = self._segment(flow, row, there, weights, x_BLD)
-            return y_BLD, (x_BLD, stats)
-
-        y_BLD, (kept, stats) = lax.scan(segment, x_BLD, self._segments)
-        return y_BLD, kept, jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), stats)
-
-    def _segment_backward(
-        self, known: tuple[Any, ...], fresh: tuple[jax.Array, jax.Array], unrolled: bool = False
-    ) -> tuple[jax.Array, Tree]:
-        """Cotangent of a segment's input and gradient of its weights; `fresh` are those of its output and objective."""
-        flow, data, real, weights, x_BLD = known
-        run = partial(self._segment, flow, data, real, unrolled=unrolled)
-        (_, value), pull, _ = jax.vjp(run, weights, x_BLD, has_aux=True)
-        gradient, gx_BLD = pull((fresh[0], fresh[1].astype(value.dtype)))
-        return gx_BLD, gradient
-
-    def _halves(self, known: tuple[Any, ...], x_BLD: jax.Array) -> Halves:
-        # A loop over layers would be one operation, which no cut can part.
-        return halve(partial(self._segment_backward, unrolled=True), known, (x_BLD, jnp.float32(0)))
-
-    def _stored(self, x_BLD: jax.Array) -> list[jax.Array]:
-        """What goes from one half of a segment's backward to the other (for its shapes)."""
-        flow = self._flow(self.batch["positions"][0], self.batch["segments"][0])
-        data, real, _ = self._of_stage(jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
-        first = jax.tree.map(lambda a: a[0, : self.every], (data, real, self.layers))
-        known = (flow, *first, x_BLD)
-        return self._halves(known, x_BLD).inputs(known, (x_BLD, jnp.float32(0)))[1]
-
-    def _stage_backward(
-        self, layers: Tree, total: Tree, data: Any, real: jax.Array, start: jax.Array, kept: jax.Array,
-        slot: jax.Array, ct_BLD: jax.Array, slope: jax.Array, *seen: jax.Array, split: bool,
-    ) -> tuple[jax.Array, Tree, list[jax.Array] | None]:  # fmt: skip
-        """Back through a chunk: cotangent of its input, gradients added to `total` or what `_stage_weights` needs."""
-        flow = self._flow(*seen)
-
-        def segment(carry: tuple[jax.Array, Tree], n: jax.Array) -> Any:
-            ct_BLD, total = carry
-            weights, row, there = self._slices((layers, data, real), start, n)
-            known = (flow, row, there, weights, kept[slot, n])
-            if split:
-                gx_BLD, stored = self._halves(known, ct_BLD).inputs(known, (ct_BLD, slope))
-                return (gx_BLD, total), stored
-            gx_BLD, gradient = self._segment_backward(known, (ct_BLD, slope))
-            return (gx_BLD, self._add_slice(total, gradient, start, n)), None
-
-        (gx_BLD, total), stored = lax.scan(segment, (ct_BLD, total), self._segments, reverse=True)
-        return gx_BLD, total, stored
-
-    def _stage_weights(
-        self, layers: Tree, total: Tree, data: Any, real: jax.Array, start: jax.Array, kept: jax.Array,
-        slot: jax.Array, stored: list[jax.Array], place: jax.Array, on: jax.Array, *seen: jax.Array,
-    ) -> Tree:  # fmt: skip
-        """Gradients of a chunk's weights from what its backward stored, added to `total`."""
-        flow = self._flow(*seen)
-
-        def segment(total: Tree, n: jax.Array) -> tuple[Tree, None]:
-            weights, row, there = self._slices((layers, data, real), start, n)
-            known = (flow, row, there, weights, kept[slot, n])
-            gradient = self._halves(known, known[-1]).weights(known, [one[place, n] for one in stored])
-            gradient = jax.tree.map(lambda g: jnp.where(on, g, 0), gradient)
-            return self._add_slice(total, gradient, start, n), None
-
-        return lax.scan(segment, total, self._segments)[0]
-
-    @property
-    def _segments(self) -> jax.Array:
-        return jnp.arange(self.stages.shape[2] // self.every)
-
-    def _at(self, start: jax.Array, n: jax.Array) -> jax.Array:
-        # One chunk: a place that is the same on all stages, so that a slice stays a slice under vmap.
-        return n * self.every + (start if self.stages.shape[1] > 1 else 0)
-
-    def _slices(self, tree: Tree, start: jax.Array, n: jax.Array) -> Tree:
-        at = self._at(start, n)
-        return jax.tree.map(lambda leaf: lax.dynamic_slice_in_dim(leaf, at, self.every), tree)
-
-    def _add_slice(self, total: Tree, gradient: Tree, start: jax.Array, n: jax.Array) -> Tree:
-        at = self._at(start, n)
-
-        def one(total: jax.Array, gradient: jax.Array) -> jax.Array:
-            old = lax.dynamic_slice_in_dim(total, at, self.every)
-            return lax.dynamic_update_slice_in_dim(total, old + gradient.astype(jnp.float32), at, 0)
-
-        # In float32 from here: the sum itself, not the addend, decides where it lies.
-        return jax.tree.map(one, total, self._pin_layers(gradient))
-
-    def _pin_layer(self, weights: Tree) -> Tree:
-        """One layer's weights, or their gradient, as the layout cuts them."""
-        if self.specs is None:
-            return weights
-        return _pin(weights, jax.tree.map(lambda s: PartitionSpec(*s[1:]), self.specs[LAYERS]))
-
-    def _pin_layers(self, weights: Tree) -> Tree:
-        if self.specs is None:
-            return weights
-        return _pin(weights, jax.tree.map(lambda s: PartitionSpec(None, *s[1:]), self.specs[LAYERS]))
 
 
 def _with_ends(columns: dict[str, NDArray[np.int32]]) -> dict[str, NDArray[np.int32]]:
@@ -480,11 +346,18 @@ def _add(total: Tree, gradient: Tree) -> Tree:
     return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient)
 
 
-def _pin(tree: Tree, specs: Tree) -> Tree:
+def _is_segment(node: Any) -> bool:
+    """Whether a node of the kept buffers is the list of one segment's arrays."""
+    return isinstance(node, list) and isinstance(node[0], jax.Array)
+
+
+def _pin_stage(buffer: jax.Array) -> jax.Array:
+    """Values of any kind, each where the operation that made it says, its stage's in the stage."""
     mesh = active_mesh()
     if mesh is None:
-        return tree
-    return jax.tree.map(lambda a, s: lax.with_sharding_constraint(a, NamedSharding(mesh, s)), tree, specs)
+        return buffer
+    spec = PartitionSpec(PIPE, *(PartitionSpec.UNCONSTRAINED,) * (buffer.ndim - 1))
+    return lax.with_sharding_constraint(buffer, NamedSharding(mesh, spec))
 
 
 def _by_stage(spec: PartitionSpec) -> PartitionSpec:

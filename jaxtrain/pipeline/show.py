@@ -48,7 +48,7 @@ def show_schedule(config: RunConfig, devices: int | None = None, cluster: str | 
     plan = plan_batch(train_of(one.config), one.topology.sizes, one.layout.batch_axes)
     shape = plan_shape(one.config.pipeline, stages, plan.accumulation)
     schedule = make_schedule(one.config.pipeline.schedule, shape)
-    split = plan_split(build(one.config.model).params, one.config.pipeline, stages, shape.chunks)
+    split = plan_split(build(one.config.model), one.config.pipeline, stages, shape.chunks)
     return Picture(one, plan, schedule, split)
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 
 from jaxtrain.config import ConfigError, PipelineConfig
 from jaxtrain.mesh.param import Param
+from jaxtrain.nn.model import Model
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
     """Layers cut into P v runs, run q = c P + s being chunk c of stage s.
 
-    counts: layers of each run; pattern: kind of each of a chunk's J places; places: int32 [P, v, J], the layer's number
-    or -1.
+    counts: layers of each run; pattern: kind (stack) of each of a chunk's J places; places: int32 [P, v, J], the
+    layer's number or -1.
     """
 
     counts: tuple[int, ...]
@@ -40,17 +41,38 @@ class Split:
         return [range(a, b) for a, b in pairwise(ends)]
 
 
-def plan_split(params: Mapping[str, Any], pipeline: PipelineConfig, stages: int, chunks: int) -> Split:
-    """The split of a model of one stack of layers, `params` being its tree of Param.
+@dataclass(frozen=True)
+class Segment:
+    """Layers between two kept inputs: the stack of each, and for each stack the first place and the places a turn."""
 
-    A matrix costs its elements a token, so that the sizes of parameters are costs; a lookup costs nothing. Raises
-    ConfigError where pipeline.stages does not fit the model.
+    stacks: tuple[str, ...]
+    at: Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Segments of one turn of a loop over a chunk's places, and the turns."""
+
+    segments: tuple[Segment, ...]
+    turns: int
+
+
+def plan_split(model: Model, pipeline: PipelineConfig, stages: int, chunks: int) -> Split:
+    """The split of a model's layers.
+
+    A matrix costs its elements a token (an expert's by the share of tokens that choose it), so that the sizes of
+    parameters are costs; a lookup costs nothing. Raises ConfigError where pipeline.stages does not fit the model.
     """
-    leaves: list[Param] = jax.tree.leaves(params["layers"])
-    n = leaves[0].shape[0]
-    layer = sum(leaf.size for leaf in leaves) / n
-    head = params["embed"]["tokens"].size
-    return split_layers(["layers"] * n, stages, chunks, pipeline.stages, {"layers": layer}, (0.0, head))
+    moe = model.config.moe
+    chosen = moe.top_k / moe.experts if moe.experts else 1.0
+
+    def cost(stack: str) -> float:
+        leaves: list[Param] = jax.tree.leaves(model.params[stack])
+        return sum(leaf.size * (chosen if "experts" in leaf.names else 1) for leaf in leaves) / leaves[0].shape[0]
+
+    costs = {stack: cost(stack) for stack in dict.fromkeys(model.stacks)}
+    head = model.params["embed"]["tokens"].size
+    return split_layers(model.stacks, stages, chunks, pipeline.stages, costs, (0.0, head))
 
 
 def split_layers(
@@ -93,6 +115,45 @@ def split_layers(
                 layer += 1
         assert layer == end
     return Split(counts, pattern, places)
+
+
+def loops_of(pattern: Sequence[str], every: int) -> tuple[Loop, ...]:
+    """A chunk's places as loops: wherever a sequence of kinds repeats, the one that covers most.
+
+    `every` layers make a segment. Raises ConfigError where that does not cut a loop into whole turns of segments.
+    """
+    loops, at, found = [], 0, Counter[str]()
+    while at < len(pattern):
+        period, times = _repeated(pattern[at:])
+        kinds = tuple(pattern[at : at + period])
+        if every > 1 and (every % period or (period * times) % every):
+            raise ConfigError(
+                f"remat.every {every} does not cut {times} x {', '.join(kinds)} among the {len(pattern)} places for "
+                "layers of a stage's chunk into whole segments (model.n_layers, mesh.pipe and pipeline.chunks make "
+                "them): use a divisor, or remat.every 1"
+            )
+        parts = [(kind,) for kind in kinds] if every == 1 else [kinds * (every // period)]
+        a_turn, segments = Counter(kind for part in parts for kind in part), []
+        for part in parts:
+            segments.append(Segment(part, {kind: (found[kind], a_turn[kind]) for kind in dict.fromkeys(part)}))
+            found.update(part)
+        turns = period * times // a_turn.total()
+        found.update({kind: (turns - 1) * count for kind, count in a_turn.items()})
+        loops.append(Loop(tuple(segments), turns))
+        at += period * times
+    return tuple(loops)
+
+
+def _repeated(pattern: Sequence[str]) -> tuple[int, int]:
+    """(period, times) of the repetition at the pattern's start that covers most, the shortest of equal ones."""
+    best = (1, 1)
+    for period in range(1, len(pattern) // 2 + 1):
+        times = 1
+        while list(pattern[times * period : (times + 1) * period]) == list(pattern[:period]):
+            times += 1
+        if times > 1 and period * times > best[0] * best[1]:
+            best = (period, times)
+    return best
 
 
 def common_pattern(runs: Sequence[tuple[str, ...]], costs: Mapping[str, float]) -> tuple[str, ...]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.config import ConfigError, RematConfig
+from jaxtrain.config import RematConfig
 from jaxtrain.nn.block import Stats
 from jaxtrain.nn.layers import NOTHING, Totals
 from jaxtrain.nn.model import KEEP_ALL, Model, Tree
 from jaxtrain.pipeline.execute import Batch, Pipeline, Sums
 from jaxtrain.pipeline.schedule import forward_schedule
-from jaxtrain.pipeline.stages import LAYERS, Stages
+from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Shape
 
 
@@ -27,7 +28,8 @@ class StagedModel(Model):
     def init(self, key: jax.Array) -> Tree:
         """The plain model's parameters of this key, in stage order."""
         params = self.plain.init(key)
-        return {**params, LAYERS: jax.tree.map(self.stages.to_stages, params[LAYERS])}
+        stacks = {k: jax.tree.map(partial(self.to_stack, k), params[k]) for k in self.stages.rows}
+        return {**params, **stacks}
 
     def hidden(
         self,
@@ -50,13 +52,13 @@ class StagedModel(Model):
         stats = pipeline.forward(forward_schedule(Shape(stages, chunks, 1)), leave)
         return stats.pop("hidden"), stats
 
-    def to_stack(self, rows: jax.Array) -> jax.Array:
-        """Rows of layers in the model's order -> as the stack holds them, zero at empty places."""
-        return self.stages.to_stages(rows)
+    def to_stack(self, stack: str, rows: jax.Array) -> jax.Array:
+        """Rows of a stack's layers in the model's order -> as the parameters hold them, zero at empty places."""
+        return self.stages.to_stages(stack, rows)
 
-    def from_stack(self, rows: jax.Array) -> jax.Array:
+    def from_stack(self, stack: str, rows: jax.Array) -> jax.Array:
         """The inverse of `to_stack`."""
-        return self.stages.to_model(rows)
+        return self.stages.to_model(stack, rows)
 
     def count(self) -> int:
         """Number of parameters; empty places count nothing."""
@@ -64,14 +66,5 @@ class StagedModel(Model):
 
 
 def stage_model(model: Model, stages: Stages) -> StagedModel:
-    """`model` with its layers in stage order.
-
-    Raises ConfigError for a model with several stacks of layers, which stages cannot hold yet.
-    """
-    stacks = [name for name in model.params if name.endswith(LAYERS)]
-    if stacks != [LAYERS]:
-        raise ConfigError(
-            f"mesh.pipe {stages.shape[0]}: this model has stacks {', '.join(stacks)}; a pipeline takes layers of one "
-            "kind: set mesh.pipe: 1, or model.moe.first_dense: 0 and model.moe.every: 1"
-        )
+    """`model` with its layers in stage order."""
     return StagedModel(model.config, model.graph, stages.staged(model.params), model, stages)

@@ -1,12 +1,14 @@
 """Where layers live on a pipelined mesh: stage order, and the way from and to the order of the model.
 
-P stages, v chunks a stage, J places for layers in a chunk. A parameter of stacked layers is [n_layers, ...] in the
-model's (canonical) order and [P v J, ...] in stage order, whose first dim is cut over the pipe axis: place j of chunk c
-of stage s is row (s v + c) J + j. Where stages hold different numbers of layers, rows that hold none are zero.
+P stages, v chunks a stage, J places for layers in a chunk. Layers of one kind are a stack of parameters, [n, ...] in
+the model's (canonical) order and [P v J', ...] in stage order, J' being a chunk's places of that kind; the
+first dim is cut over the pipe axis: place j of chunk c of stage s is row (s v + c) J' + j. Where stages hold different
+numbers of layers, rows that hold none are zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,15 +21,18 @@ from numpy.typing import NDArray
 from jaxtrain.mesh.param import Param
 
 Tree = Any
-LAYERS = "layers"
-"""The logical name of a stack's first dim, and the stack's name among a model's parameters."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """Which layer lies at which place: int32 [P, v, J], -1 where a place is empty."""
+    """Which layer lies at which place: int32 [P, v, J], -1 where a place is empty.
+
+    pattern: stack of each of a chunk's J places; stacks: stack of each layer, in the model's order.
+    """
 
     layers: NDArray[np.int32]
+    pattern: tuple[str, ...]
+    stacks: tuple[str, ...]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -36,36 +41,48 @@ class Stages:
         return stages, chunks, places
 
     @cached_property
-    def real(self) -> NDArray[np.bool_]:
-        """Which places hold a layer [P, v J]."""
-        return self.layers.reshape(len(self.layers), -1) >= 0
+    def rows(self) -> dict[str, NDArray[np.int32]]:
+        """Of each stack in the model's order of them, which of its rows lies at which of its places [P, v, J']."""
+        stacks, pattern = np.array(self.stacks), np.array(self.pattern)
+        found = {}
+        for stack in dict.fromkeys(self.stacks):
+            row_of = np.append(np.cumsum(stacks == stack) - 1, -1).astype(np.int32)
+            found[stack] = row_of[self.layers[:, :, pattern == stack]]
+        return found
 
     @cached_property
+    def real(self) -> dict[str, NDArray[np.bool_]]:
+        """Which places of each stack hold a layer [P, v J']."""
+        return {stack: rows.reshape(len(rows), -1) >= 0 for stack, rows in self.rows.items()}
+
+    @property
     def identity(self) -> bool:
         """Whether stage order is the model's own order."""
-        flat = self.layers.ravel()
-        return bool(np.array_equal(flat, np.arange(flat.size)))
+        return all(np.array_equal(rows.ravel(), np.arange(rows.size)) for rows in self.rows.values())
 
-    def to_stages(self, leaf: jax.Array) -> jax.Array:
-        """[n_layers, ...] -> [P v J, ...]."""
-        if self.identity:
+    def to_stages(self, stack: str, leaf: jax.Array) -> jax.Array:
+        """[n, ...] -> [P v J', ...]; as it is where `stack` is none of the stages'."""
+        if stack not in self.rows:
             return leaf
-        flat = self.layers.ravel()
+        flat = self.rows[stack].ravel()
         rows = jnp.take(leaf, np.maximum(flat, 0), axis=0)
         return jnp.where((flat >= 0).reshape(-1, *(1,) * (leaf.ndim - 1)), rows, jnp.zeros((), leaf.dtype))
 
-    def to_model(self, leaf: jax.Array) -> jax.Array:
-        """[P v J, ...] -> [n_layers, ...]."""
-        if self.identity:
+    def to_model(self, stack: str, leaf: jax.Array) -> jax.Array:
+        """The inverse of `to_stages`."""
+        if stack not in self.rows:
             return leaf
-        flat = self.layers.ravel()
+        flat = self.rows[stack].ravel()
         return jnp.take(leaf, np.argsort(flat, kind="stable")[int(np.sum(flat < 0)) :], axis=0)
 
-    def staged(self, params: Tree) -> Tree:
-        """A tree of Param in stage order."""
+    def staged(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
+        """A model's tree of Param in stage order."""
 
-        def one(param: Param) -> Param:
-            rows = (self.layers.size, *param.shape[1:]) if param.names[:1] == (LAYERS,) else param.shape
-            return Param(rows, param.names)
+        def sized(param: Param, rows: int) -> Param:
+            return Param((rows, *param.shape[1:]), param.names)
 
-        return jax.tree.map(one, params)
+        stacks = {
+            stack: jax.tree.map(lambda param, rows=rows: sized(param, rows.size), params[stack])
+            for stack, rows in self.rows.items()
+        }
+        return {**params, **stacks}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ import numpy as np
 from jaxtrain.data.packing import Batch
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import Param
-from jaxtrain.pipeline.stages import LAYERS
 from jaxtrain.train.batch import place
 from jaxtrain.train.setup import Setup
 from jaxtrain.train.step import Step, compile_step
@@ -75,7 +75,7 @@ class Bench:
         """Unscaled gradients and sums of a state on the host."""
         _, (_, seen) = self._step(self._start(born), self._batch(batch))
         gradient, sums = seen
-        ordered = {**gradient, LAYERS: jax.tree.map(self._setup.model.from_stack, gradient[LAYERS])}
+        ordered = {k: jax.tree.map(partial(self._setup.model.from_stack, k), part) for k, part in gradient.items()}
         gradient, sums = _on_host((ordered, sums))
         return jax.tree.map(lambda g: g / self._scale, gradient), sums
 

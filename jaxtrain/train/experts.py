@@ -18,6 +18,7 @@ from jaxtrain.config import AXES, ConfigError, ModelConfig
 from jaxtrain.mesh.rules import Rules
 from jaxtrain.mesh.topology import Topology
 from jaxtrain.nn.decoder import mixture_layers
+from jaxtrain.nn.model import Model
 
 Tree = Any
 
@@ -38,15 +39,15 @@ def needs_loads(config: ModelConfig) -> bool:
     return moe.experts > 0 and moe.balance == "batch" and moe.balance_weight > 0
 
 
-def balanced(params: Tree, config: ModelConfig, load_NX: jax.Array) -> Tree:
+def balanced(params: Tree, model: Model, load_NX: jax.Array) -> Tree:
     """`params` with each correction bias moved by bias_rate towards an even load (Wang et al. 2024, algorithm 1)."""
-    rate = config.moe.bias_rate
+    rate = model.config.moe.bias_rate
     if rate is None:
         return params
     load_NX, at = load_NX.astype(jnp.float32), 0
     step_NX = rate * jnp.sign(jnp.mean(load_NX, axis=1, keepdims=True) - load_NX)
-    for path, layers in mixture_layers(config).items():
-        step = step_NX[at : (at := at + layers)]
+    for path, layers in mixture_layers(model.config).items():
+        step = model.to_stack(path[0], step_NX[at : (at := at + layers)])
         params = _changed(params, (*path, "router", "correction"), step)
     return params
 

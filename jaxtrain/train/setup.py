@@ -17,16 +17,16 @@ from jaxtrain.mesh.layout import Layout, bytes_per_device, extend_spec, flatten_
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import Rules, resolve_rules, show_axes
 from jaxtrain.mesh.topology import Topology, build_topology
-from jaxtrain.nn.decoder import check_segments
+from jaxtrain.nn.decoder import check_segments, layers_of
 from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.numerics.remat import check_remat
 from jaxtrain.ops.attention import Choice, choose_for
 from jaxtrain.optim import build_optimizer, schedule_end
 from jaxtrain.pipeline.schedule import make_schedule, plan_shape
-from jaxtrain.pipeline.split import plan_split
+from jaxtrain.pipeline.split import loops_of, plan_split
 from jaxtrain.pipeline.staged import StagedModel, stage_model
-from jaxtrain.pipeline.stages import LAYERS, Stages
+from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Schedule
 from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
 from jaxtrain.train.experts import check_experts, crossing_pairs
@@ -85,22 +85,24 @@ class Setup:
 
     def to_saved(self, state: State) -> State:
         """A state as checkpoints hold it, bit for bit; the state itself where its layers lie in the model's order."""
-        return self._reorder(state, "to_model", self.saved)
+        return self._reorder(state, "from_stack", self.saved)
 
     def from_saved(self, saved: State) -> State:
         """The inverse of `to_saved`."""
-        return self._reorder(saved, "to_stages", self.abstract)
+        return self._reorder(saved, "to_stack", self.abstract)
 
     @cached_property
     def _reordered(self) -> State:
+        """Tree of str over the state: the stack whose rows a leaf has in stage order, "" for none."""
         if not isinstance(self.model, StagedModel) or self.model.stages.identity:
-            return jax.tree.map(lambda _: False, self.abstract)
-        return stacked_leaves(self.model, self.step.optimizer, self.abstract)
+            return jax.tree.map(lambda _: "", self.abstract)
+        return stacked_leaves(self.model.params, self.step.optimizer, self.abstract, self.model.stages.rows)
 
-    def _saved_leaf(self, leaf: jax.ShapeDtypeStruct, reordered: bool) -> jax.ShapeDtypeStruct:
-        if not reordered:
+    def _saved_leaf(self, leaf: jax.ShapeDtypeStruct, stack: str) -> jax.ShapeDtypeStruct:
+        if not stack:
             return leaf
-        shape, spec = (self.config.model.n_layers, *leaf.shape[1:]), leaf.sharding.spec  # type: ignore[union-attr]
+        spec = leaf.sharding.spec  # type: ignore[union-attr]
+        shape = (layers_of(self.config.model, stack), *leaf.shape[1:])
         if shape[0] % self.topology.sizes["pipe"]:
             # Fewer layers than places need not divide: another dimension takes the axis, so that no device holds all.
             bare = PartitionSpec(None, *spec[1:])
@@ -111,11 +113,11 @@ class Setup:
     def _reorder(self, state: State, way: str, target: State) -> State:
         if not any(jax.tree.leaves(self._reordered)):
             return state
-        function = getattr(self.model.stages, way)  # type: ignore[attr-defined]
+        function = getattr(self.model, way)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
 
         def reorder(state: State) -> State:
-            return jax.tree.map(lambda leaf, there: function(leaf) if there else leaf, state, self._reordered)
+            return jax.tree.map(lambda leaf, stack: function(stack, leaf) if stack else leaf, state, self._reordered)
 
         return jax.jit(reorder, out_shardings=shardings)(state)
 
@@ -190,7 +192,8 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     schedule_end(config.optimizer, config.train.updates)
     check_remat(config.remat, config.model)
     check_experts(config.model)
-    check_segments(config.remat, config.model)
+    if model is plain:
+        check_segments(config.remat, config.model)
     check_options(config.xla)
     lengths = dict.fromkeys((config.data.length, *(phase.length for phase in phases)))
     device, split = topology.devices.flat[0], bool(layout.length_axes)
@@ -215,20 +218,10 @@ def _check_further(model: ModelConfig, topology: Topology) -> None:
 
 def plan_stages(config: RunConfig, model: Model, stages: int) -> Stages:
     """Which layers of `model` lie on which of `stages` stages; raises ConfigError where they cannot be cut so."""
-    if config.remat.policy in ("dots", "names"):
-        raise ConfigError(
-            f"remat.policy {config.remat.policy} with mesh.pipe {stages}: a pipeline keeps the input of every "
-            "remat.every layers of a microbatch and recomputes the rest; set remat.policy: full"
-        )
     chunks = plan_shape(config.pipeline, stages, config.pipeline.microbatches or 1).chunks
-    places = plan_split(model.params, config.pipeline, stages, chunks).places
-    if places.shape[-1] % config.remat.every:
-        raise ConfigError(
-            f"remat.every {config.remat.every} does not divide the {places.shape[-1]} places for layers of a stage's "
-            f"chunk (model.n_layers {config.model.n_layers}, mesh.pipe {stages}, pipeline.chunks {chunks}): "
-            "use a divisor"
-        )
-    return Stages(places)
+    split = plan_split(model, config.pipeline, stages, chunks)
+    loops_of(split.pattern, config.remat.every)
+    return Stages(split.places, split.pattern, model.stacks)
 
 
 def pipeline_notes(config: RunConfig, model: StagedModel, layout: Layout, schedule: Schedule) -> tuple[str, ...]:
@@ -240,13 +233,13 @@ def pipeline_notes(config: RunConfig, model: StagedModel, layout: Layout, schedu
     ]
     if config.remat.policy == "none":
         notes.append(
-            "pipeline: the backward pass computes a layer again from its kept input, as remat.policy full says: a "
-            "pipeline has no other"
+            "pipeline: remat.policy none is taken for full, the backward pass computes a layer again from its kept "
+            "input; dots and names keep more of it"
         )
     gathered = tuple(axis for axis in layout.batch_axes if axis not in layout.deferred_axes)
     if gathered:
         sizes = {**layout.sizes, **dict.fromkeys(gathered, 1)}
-        layers, specs = model.params[LAYERS], layout.weights[LAYERS]
+        layers, specs = ({stack: tree[stack] for stack in model.stages.rows} for tree in (model.params, layout.weights))
         itemsize = 4 if config.precision.compute == "float32" else 2
         bytes_of = partial(bytes_per_device, layers, specs, itemsize=itemsize)
         tick = (bytes_of(sizes=sizes) - bytes_of(sizes=layout.sizes)) / chunks

@@ -9,6 +9,8 @@ tokens     scored tokens trained so far, an exact two-word counter
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import jax
@@ -86,24 +88,26 @@ def adopt_state(
     return {"params": params, **jax.jit(rest, out_shardings=shardings)(params)}
 
 
-def stacked_leaves(model: Model, optimizer: optax.GradientTransformation, state: State) -> State:
-    """Tree of bool over a state: which leaves have one row a layer."""
+def stacked_leaves(
+    params: dict[str, Any], optimizer: optax.GradientTransformation, state: State, stacks: Collection[str]
+) -> State:
+    """Tree of str over a state: of which of `stacks` of the tree of Param a leaf has one row a layer, "" for none."""
 
-    def moments(more: int) -> Any:
-        def shape(param: Param) -> jax.ShapeDtypeStruct:
-            rows = (param.shape[0] + more, *param.shape[1:]) if _stacked(param) else param.shape
-            return jax.ShapeDtypeStruct(rows, jnp.float32)
+    def moments(grown: str) -> Any:
+        def shape(stack: str, param: Param) -> jax.ShapeDtypeStruct:
+            rows = (param.shape[0] + (stack == grown), *param.shape[1:])
+            return jax.ShapeDtypeStruct(rows if stack == grown else param.shape, jnp.float32)
 
-        return jax.eval_shape(optimizer.init, jax.tree.map(shape, model.params))
+        return jax.eval_shape(optimizer.init, {k: jax.tree.map(partial(shape, k), part) for k, part in params.items()})
 
-    none = {name: jax.tree.map(lambda _: False, part) for name, part in state.items()}
-    # A moment may lack any dimension of its parameter: what has a row a layer is what grows with the stack.
-    opt = jax.tree.map(lambda a, b: a.shape[:1] != b.shape[:1], moments(0), moments(1))
-    return {**none, "params": jax.tree.map(_stacked, model.params), "opt": opt}
-
-
-def _stacked(param: Param) -> bool:
-    return param.names[:1] == ("layers",)
+    none = {name: jax.tree.map(lambda _: "", part) for name, part in state.items()}
+    own = {k: jax.tree.map(lambda _, k=k: k if k in stacks else "", part) for k, part in params.items()}
+    opt, plain = none["opt"], moments("")
+    for stack in stacks:
+        # A moment may lack any dimension of its parameter: what has a row a layer is what grows with the stack.
+        grown = jax.tree.map(lambda a, b: a.shape[:1] != b.shape[:1], plain, moments(stack))
+        opt = jax.tree.map(lambda name, there, stack=stack: stack if there else name, opt, grown)
+    return {**none, "params": own, "opt": opt}
 
 
 def state_bytes_per_device(abstract: State) -> dict[str, int]:

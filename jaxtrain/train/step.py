@@ -84,7 +84,7 @@ class Step:
         )
         stepped = jax.tree.map(lambda p, d: p - rate * d, shards(params), direction)
         if config.model.moe.experts:
-            stepped = balanced(stepped, config.model, self.model.to_stack(sums["load"]))
+            stepped = balanced(stepped, self.model, sums["load"])
         keep = partial(jax.tree.map, lambda new, old: jnp.where(apply, new, old))
         new_state = {
             "params": self._pin(keep(stepped, params), self.layout.masters),
@@ -181,8 +181,7 @@ class Step:
         return self._pin(gradients, self._summed), sums
 
     def _pipeline(self, model: StagedModel, weights: Tree, batch: Batch, totals: Tree) -> Pipeline:
-        specs, every = self.layout.weights, self.config.remat.every
-        return Pipeline(model, model.stages, weights, specs, batch, totals, every)
+        return Pipeline(model, model.stages, weights, self.layout.weights, batch, totals, self.config.remat)
 
     @staticmethod
     def _shape(model: StagedModel, batch: Batch) -> Shape:

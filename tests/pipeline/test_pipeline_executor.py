@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,19 +18,20 @@ from jaxtrain.nn.model import Model, build
 from jaxtrain.ops.loss import cross_entropy
 from jaxtrain.pipeline.execute import Pipeline
 from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
-from jaxtrain.pipeline.stages import LAYERS, Stages
+from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Shape
 
 CONFIG = ModelConfig(vocab_size=48, d_model=16, n_layers=5, n_heads=2, d_ff=24, max_length=8, windows=[None, 3])
 MICROBATCHES, SLOPE = 4, 1.7
+LAYERS = "layers"
 
 
 @dataclass(frozen=True, eq=False)
 class Reporting(Model):
     """Layers that report a loss of their own, which depends on their weights and input, and a count of tokens."""
 
-    def block(self, params: Any) -> Callable[..., Any]:
-        plain = super().block(params)
+    def block(self, params: Any, stack: str) -> Callable[..., Any]:
+        plain = super().block(params, stack)
 
         def block(layer: Any, x_BLD: jax.Array, flow: Any, data: Any) -> Any:
             y_BLD, _ = plain(layer, x_BLD, flow, data)
@@ -60,7 +62,7 @@ def head(weights: Any, x_BLD: jax.Array, rows: dict[str, jax.Array]) -> Any:
 
 def one_after_another(params: Any) -> tuple[jax.Array, Any]:
     """The objective and all sums, layer by layer and microbatch by microbatch."""
-    fields, data, total, found = batch(), jax.tree.map(jnp.asarray, MODEL.data()), jnp.float32(0), []
+    fields, data, total, found = batch(), jax.tree.map(jnp.asarray, MODEL.data()["layers"]), jnp.float32(0), []
     for m in range(MICROBATCHES):
         rows = {name: field[m] for name, field in fields.items()}
         x_BLD = MODEL.enter(params, rows["tokens"], rows["positions"])
@@ -69,7 +71,7 @@ def one_after_another(params: Any) -> tuple[jax.Array, Any]:
         for i in range(CONFIG.n_layers):
             layer = jax.tree.map(lambda w, i=i: w[i], params[LAYERS])
             row = jax.tree.map(lambda a, i=i: a[i], data)
-            x_BLD, report = MODEL.block(params)(layer, x_BLD, flow, row)
+            x_BLD, report = MODEL.block(params, LAYERS)(layer, x_BLD, flow, row)
             reports.append(report)
         stats = jax.tree.map(lambda *each: jnp.stack(each), *reports)
         objective, sums = head(params, x_BLD, rows)
@@ -91,15 +93,16 @@ def one_after_another(params: Any) -> tuple[jax.Array, Any]:
 def test_gradients_and_reports_of_layers(name: str, chunks: int) -> None:
     params = MODEL.init(jax.random.key(0))
     want, sums = jax.jit(jax.grad(one_after_another, has_aux=True))(params)
-    stages = Stages(PLACES[chunks].astype(np.int32))
+    places = PLACES[chunks].astype(np.int32)
+    stages = Stages(places, (LAYERS,) * places.shape[2], MODEL.stacks)
     shape = Shape(2, chunks, MICROBATCHES)
-    staged = {**params, LAYERS: jax.tree.map(stages.to_stages, params[LAYERS])}
+    staged = {**params, LAYERS: jax.tree.map(partial(stages.to_stages, LAYERS), params[LAYERS])}
 
     def pipeline(weights: Any) -> Pipeline:
         return Pipeline(MODEL, stages, weights, None, batch())
 
     got, reported = jax.jit(lambda w: pipeline(w).gradients(make_schedule(name, shape), head, SLOPE))(staged)
-    got = {**got, LAYERS: jax.tree.map(stages.to_model, got[LAYERS])}
+    got = {**got, LAYERS: jax.tree.map(partial(stages.to_model, LAYERS), got[LAYERS])}
     error, path = worst_relative_error(jax.device_get(got), jax.device_get(want))
     assert error < 2e-5, path
     evaluated = jax.jit(lambda w: pipeline(w).forward(forward_schedule(shape), head))(staged)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from runs import ROWS, config_of, packed_rows, setup_of, train_on, worst_relative_error
 
 from jaxtrain.config import ConfigError
-from jaxtrain.pipeline.stages import LAYERS, Stages
+from jaxtrain.pipeline.stages import Stages
 from jaxtrain.train.batch import place
 from jaxtrain.train.setup import Setup
 
@@ -82,10 +83,11 @@ def gradients_of(setup: Setup, scale: float = 3.0) -> tuple[Any, dict[str, Any]]
     gradients, sums = jax.device_get(jax.jit(setup.step.gradients)(params, batch, scale))
     stages = getattr(setup.model, "stages", None)
     if stages is not None:
-        empty = ~stages.real.ravel()
-        for leaf in jax.tree.leaves(gradients[LAYERS]):
-            assert not leaf[empty].any(), "a place without a layer has a gradient"
-        gradients = {**gradients, LAYERS: jax.device_get(jax.tree.map(stages.to_model, gradients[LAYERS]))}
+        for stack, real in stages.real.items():
+            for leaf in jax.tree.leaves(gradients[stack]):
+                assert not leaf[~real.ravel()].any(), "a place without a layer has a gradient"
+            ordered = jax.tree.map(partial(stages.to_model, stack), gradients[stack])
+            gradients = {**gradients, stack: jax.device_get(ordered)}
     return gradients, sums
 
 
@@ -179,19 +181,18 @@ def test_stage_order_is_a_permutation(data: st.DataObject) -> None:
     flat = np.full(stages * chunks * places, -1)
     where = data.draw(st.permutations(range(flat.size)))[:n]
     flat[np.array(where)] = np.arange(n)
-    order = Stages(flat.reshape(stages, chunks, places).astype(np.int32))
+    order = Stages(flat.reshape(stages, chunks, places).astype(np.int32), ("layers",) * places, ("layers",) * n)
     leaf = np.random.default_rng(n).normal(size=(n, 3)).astype(np.float32)
-    staged = order.to_stages(jax.numpy.asarray(leaf))
+    staged = order.to_stages("layers", jax.numpy.asarray(leaf))
     assert not np.asarray(staged)[flat < 0].any()
-    np.testing.assert_array_equal(order.to_model(staged), leaf)
+    np.testing.assert_array_equal(order.to_model("layers", staged), leaf)
 
 
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
         (pipe(4, 4, model={"n_layers": 3}), ["mesh.pipe 4", "model.n_layers is 3"]),
-        (pipe(2, 4, remat={"policy": "dots"}), ["remat.policy dots", "remat.policy: full"]),
-        (pipe(2, 4, remat={"policy": "full", "every": 4}), ["remat.every 4", "2 places"]),
+        (pipe(2, 4, remat={"policy": "full", "every": 4}), ["remat.every 4", "2 x layers", "2 places"]),
         (pipe(2, 4, pipeline={"microbatches": 8}), ["pipeline.microbatches 8", "train.accumulation 4"]),
         (pipe(2, 4, "1f2b"), ["pipeline.schedule '1f2b'", "1f1b"]),
         (pipe(2, 4, model={"vocab_size": 129}), ["vocab", "pipe", "129"]),

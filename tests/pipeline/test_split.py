@@ -49,9 +49,9 @@ def test_head_and_embedding_take_layers_from_the_ends() -> None:
 def test_configuration_b_has_eight_layers_a_stage() -> None:
     """Requirements section 5: layers 1-8, 9-16, 17-24, 25-32; the head is 2.4 layers, but a ninth place costs more."""
     model = build(load_config("models/llama3_8b").model)
-    split = plan_split(model.params, PipelineConfig(), 4, 1)
+    split = plan_split(model, PipelineConfig(), 4, 1)
     assert split.runs == [range(8), range(8, 16), range(16, 24), range(24, 32)]
-    assert plan_split(model.params, PipelineConfig(stages=[9, 8, 8, 7]), 4, 1).counts == (9, 8, 8, 7)
+    assert plan_split(model, PipelineConfig(stages=[9, 8, 8, 7]), 4, 1).counts == (9, 8, 8, 7)
 
 
 def test_chunks_take_turns() -> None:

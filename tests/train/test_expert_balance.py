@@ -14,6 +14,7 @@ from runs import BASE, config_of, packed_rows, setup_of
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import CheckpointConfig, ConfigError
 from jaxtrain.data import IGNORE
+from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.train.batch import place
 from jaxtrain.train.experts import balanced, border
@@ -60,11 +61,11 @@ def test_a_skewed_router_evens_out_and_survives_a_restart_bit_for_bit(tmp_path: 
 
 
 def test_the_bias_moves_against_the_load_and_nothing_else_moves() -> None:
-    config = config_of(model={**MODEL, "n_layers": 2, "moe": MOE}).model
+    model = build(config_of(model={**MODEL, "n_layers": 2, "moe": MOE}).model)
     router = {"correction": jnp.zeros((2, 8)), "weight": jnp.ones(3)}
     params = {"layers": {"mlp": {"router": router}}, "head": jnp.ones(2)}
     load = jnp.array([[5, 1, 3, 3, 3, 3, 3, 3], [0, 8, 0, 8, 0, 8, 0, 8]])
-    moved = balanced(params, config, load)
+    moved = balanced(params, model, load)
     signs = np.array([[-1, 1, 0, 0, 0, 0, 0, 0], [1, -1] * 4])
     np.testing.assert_allclose(moved["layers"]["mlp"]["router"]["correction"], 0.004 * signs)
     np.testing.assert_array_equal(moved["layers"]["mlp"]["router"]["weight"], np.ones(3))
