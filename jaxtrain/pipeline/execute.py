@@ -266,7 +266,12 @@ class Pipeline:
 
     def _shift(self, x_PBLD: jax.Array, by: int) -> jax.Array:
         """Every stage's x to the next (by 1) or the one before (by -1); with chunks the ends meet."""
-        return constrain(jnp.roll(x_PBLD, by, 0), STAGES, *RESIDUAL)
+        if self.stages.shape[1] > 1:
+            moved_PBLD = jnp.roll(x_PBLD, by, 0)
+        else:
+            whole = [(0, 0, 0)] * (x_PBLD.ndim - 1)
+            moved_PBLD = lax.pad(x_PBLD, jnp.zeros((), x_PBLD.dtype), [(by, -by, 0), *whole])
+        return constrain(moved_PBLD, STAGES, *RESIDUAL)
 
     def _seen(self, m_P: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Positions and segments of the microbatch at each stage [P, B, L]."""
