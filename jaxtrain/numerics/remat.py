@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,10 +29,67 @@ NAMES: dict[str, str] = {
 """Every value a block names -> what it is."""
 
 
+DOTS = ("latent", "qkv", "attention_residual", "mlp_gate", "mlp_up", "router_logits")
+"""Those that hold the products of a block, from which everything but attention follows without a further one."""
+
+
+@dataclass
+class _Tape:
+    names: frozenset[str]
+    values: list[jax.Array]
+    given: bool
+
+
+_TAPE: ContextVar[_Tape | None] = ContextVar("jaxtrain_kept", default=None)
+
+
 def tag(x: jax.Array, name: str) -> jax.Array:
     """Name a value, so that a policy can keep it."""
     assert name in NAMES, name
-    return checkpoint_name(x, name)
+    tape = _TAPE.get()
+    if tape is None or name not in tape.names:
+        return checkpoint_name(x, name)
+    if tape.given:
+        return _replaced(x, tape.values.pop(0))
+    tape.values.append(x)
+    return x
+
+
+@contextmanager
+def keeping(names: Iterable[str]) -> Iterator[list[jax.Array]]:
+    """While tracing, collect the values of these names in the list that is given out."""
+    tape = _Tape(frozenset(names), [], given=False)
+    token = _TAPE.set(tape)
+    try:
+        yield tape.values
+    finally:
+        _TAPE.reset(token)
+
+
+@contextmanager
+def given(names: Iterable[str], values: Iterable[jax.Array]) -> Iterator[None]:
+    """While tracing, take the values that `keeping` collected in this order: what made them is not computed again."""
+    tape = _Tape(frozenset(names), list(values), given=True)
+    token = _TAPE.set(tape)
+    try:
+        yield
+        assert not tape.values, "values were kept that nothing took"
+    finally:
+        _TAPE.reset(token)
+
+
+@jax.custom_vjp
+def _replaced(x: jax.Array, value: jax.Array) -> jax.Array:
+    """`value` in place of the same x, with x's cotangent."""
+    return value
+
+
+_replaced.defvjp(lambda x, value: (value, None), lambda _, ct: (ct, None))
+
+
+def kept_names(remat: RematConfig) -> tuple[str, ...]:
+    """Names of what a policy keeps beside the input of a segment, where a backward pass is written by hand."""
+    return {"dots": DOTS, "names": tuple(remat.names)}.get(remat.policy, ())
 
 
 def names_of(model: ModelConfig) -> tuple[str, ...]:

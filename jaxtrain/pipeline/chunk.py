@@ -9,7 +9,7 @@ Functions here see one stage: the executor vmaps them over the pipe axis. Legend
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from jaxtrain.config import RematConfig
 from jaxtrain.mesh.rules import active_mesh
 from jaxtrain.nn.layers import Flow, Totals
 from jaxtrain.nn.model import KEEP_ALL, Model
-from jaxtrain.numerics.remat import checkpointed
+from jaxtrain.numerics.remat import given, keeping, kept_names
 from jaxtrain.pipeline.halves import Halves, halve
 from jaxtrain.pipeline.split import Loop, Segment, loops_of
 from jaxtrain.pipeline.stages import Stages
@@ -207,30 +207,23 @@ class Chunk:
             at[stack] += 1
         return (x_BLD, objective), _joined(reports)
 
-    def _vjp(self, segment: Segment, part: Own, x_BLD: jax.Array, flow: Flow) -> tuple[Any, Any, Tree]:
-        run: Callable[..., Any] = partial(self._layers, segment)
-        if self.remat.policy in ("dots", "names"):
-            # Everything is an argument, so that nothing but what the policy names is left for the way back.
-            run = checkpointed(run, self.remat)
-        return jax.vjp(run, part.weights, x_BLD, part.data, part.real, flow, has_aux=True)
-
     def _keep(
         self, segment: Segment, part: Own, x_BLD: jax.Array, flow: Flow
     ) -> tuple[jax.Array, list[jax.Array], Tree]:
-        (y_BLD, _), pull, stats = self._vjp(segment, part, x_BLD, flow)
-        return y_BLD, [x_BLD, *self._beside(pull)], stats
-
-    def _beside(self, pull: Any) -> list[jax.Array]:
-        """What is kept beside the input, policy none being taken for full."""
-        return list(pull.opaque_residuals) if self.remat.policy in ("dots", "names") else []
+        with keeping(kept_names(self.remat)) as beside:
+            (y_BLD, _), stats = self._layers(segment, part.weights, x_BLD, part.data, part.real, flow)
+        return y_BLD, [x_BLD, *beside], stats
 
     def _back(self, segment: Segment, known: Known, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Tree]:
         """(cotangent of the input, gradient of weights) from those of the output and of the objective."""
         own, flow, (x_BLD, *beside) = known
-        _, pull, _ = self._vjp(segment, own, x_BLD, flow)
-        if beside:
-            pull = replace(pull, opaque_residuals=beside)
-        gradient, gx_BLD, *_ = pull((cotangents[0], cotangents[1].astype(jnp.float32)))
+
+        def run(weights: Tree, x_BLD: jax.Array) -> Any:
+            return self._layers(segment, weights, x_BLD, own.data, own.real, flow)
+
+        with given(kept_names(self.remat), beside):
+            _, pull, _ = jax.vjp(run, own.weights, x_BLD, has_aux=True)
+        gradient, gx_BLD = pull((cotangents[0], cotangents[1].astype(jnp.float32)))
         return gx_BLD, gradient
 
     def _halves(self, segment: Segment, known: Known) -> Halves:

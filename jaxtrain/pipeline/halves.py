@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -41,10 +40,6 @@ class Halves:
 def halve(backward: Callable[[Tree, Tree], tuple[Tree, Tree]], known: Tree, fresh: Tree) -> Halves:
     """Cut `backward`, which is traced for arguments of the shapes of `known` and `fresh`."""
     closed, shapes = jax.make_jaxpr(backward, return_shape=True)(known, fresh)
-    if any(map(_is_checkpoint, closed.jaxpr.eqns)):
-        # A checkpointed function is one operation, which no cut can part.
-        inlined = partial(_run_inlined, closed.jaxpr, closed.consts)
-        closed = jax.make_jaxpr(inlined)(*jax.tree.leaves((known, fresh)))
     jaxpr = closed.jaxpr
     first_leaves, first_tree = jax.tree.flatten(shapes[0])
     second_tree = jax.tree.structure(shapes[1])
@@ -63,29 +58,6 @@ def halve(backward: Callable[[Tree, Tree], tuple[Tree, Tree]], known: Tree, fres
         return jax.tree.unflatten(second_tree, run_late(*jax.tree.leaves(known), *arrays))
 
     return Halves(inputs, weights)
-
-
-def _is_checkpoint(equation: JaxprEqn) -> bool:
-    return equation.primitive.name in ("checkpoint", "remat")
-
-
-def _run_inlined(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """Evaluate a trace, checkpointed functions as if they stood in it."""
-    values: dict[Var, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-
-    def read(atom: Any) -> Any:
-        return values[atom] if isinstance(atom, Var) else atom.val
-
-    for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        if _is_checkpoint(equation):
-            found = _run_inlined(equation.params["jaxpr"], (), *inputs)
-        else:
-            functions, params = equation.primitive.get_bind_params(equation.params)
-            found = equation.primitive.bind(*functions, *inputs, **params)
-            found = found if equation.primitive.multiple_results else [found]
-        values.update(zip(equation.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
 
 
 def _needed(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[JaxprEqn]:
