@@ -104,6 +104,15 @@ def training_flops(model: ModelConfig, length: int) -> Flops:
     return Flops(3 * (matmuls + score * visible), 3 * (matmuls + score * length * len(layers)))
 
 
+def kernel_flops(model: ModelConfig, length: int, attention: bool, experts: bool) -> float:
+    """Those of `training_flops(...).full` that lie in kernels of attention, and of the matmuls of routed experts."""
+    layers = model.n_layers + model.mtp
+    scores = 2 * model.n_heads * sum(_head_widths(model)) * length * layers if attention else 0
+    mixtures = _mixtures(model) + model.mtp if model.moe.experts and experts else 0
+    routed = 2 * mixtures * (_experts(model, model.moe.top_k) - _experts(model, 0))
+    return 3 * (scores + routed)
+
+
 def visible_keys(length: int, window: int | None) -> float:
     """Keys that a position of a causal row sees, itself included, averaged over `length` positions."""
     reach = min(length, window or length)

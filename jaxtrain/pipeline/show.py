@@ -29,8 +29,6 @@ from jaxtrain.pipeline.table import KINDS, Costs
 from jaxtrain.train.batch import BatchPlan, plan_batch
 from jaxtrain.train.setup import train_of
 
-# The backward of a stage computes its layers again from their inputs.
-EXECUTED = Costs(1, 1, 1, 1)
 STYLES = {"F": "cyan", "B": "yellow", "W": "green"}
 COLOURS = {"F": "#5b8ff9", "B": "#f6a04d", "W": "#5ad8a6"}
 WIDTH, LANE = 1200, 18
@@ -67,6 +65,11 @@ class Picture:
         return timeline(classic_orders(self.schedule), self.schedule.shape)
 
     @property
+    def costs(self) -> Costs:
+        """Time of a chunk's pieces of work: its backward computes layers again from their inputs, save under dots."""
+        return Costs(1, 1, 1, 0 if self.laid.config.remat.policy == "dots" else 1)
+
+    @property
     def formula(self) -> float:
         """(P-1)/(vM+P-1), the bubble of a schedule whose backward is not split."""
         P, v, M = self.schedule.shape
@@ -76,7 +79,8 @@ class Picture:
     def slot_bytes(self) -> dict[str, int]:
         """Bytes a device of one slot: residual streams of a microbatch, one a layer (of remat.every) where it is kept.
 
-        What goes from one half of a split backward to the other is not among them: the operations of a layer say it.
+        Not among them: what remat.policy dots or names keeps beside, and what goes from one half of a split backward to
+        the other; the operations of a layer say it.
         """
         config, sizes = self.laid.config, self.laid.topology.sizes
         rules = resolve_rules(config.rules)
@@ -112,8 +116,8 @@ class Picture:
             "microbatches": M,
             "ticks": schedule.ticks,
             "phases": [phase._asdict() for phase in schedule.phases],
-            "bubble": {"formula": self.formula, "executor": schedule.bubble(EXECUTED), "classic": classic.bubble},
-            "time": {"executor": schedule.time(EXECUTED), "classic": classic.time},
+            "bubble": {"formula": self.formula, "executor": schedule.bubble(self.costs), "classic": classic.bubble},
+            "time": {"executor": schedule.time(self.costs), "classic": classic.time},
             "in_flight": {"executor": schedule.in_flight, "classic": classic.in_flight},
             "slots": self.slots,
             "slot_bytes": self.slot_bytes,
@@ -142,12 +146,13 @@ class Picture:
         schedule, (P, v, M) = self.schedule, self.schedule.shape
         phases = ", ".join(f"{phase.stop - phase.start} of {phase.kinds}" for phase in schedule.phases)
         chunks = f" in {v} chunks" if v > 1 else ""
+        again = " (it computes a stage again before going back)" if self.costs.recompute else ""
         return [
             f"{schedule.name}: {P} stages{chunks}, {M} microbatches, {schedule.ticks} ticks ({phases})",
-            f"bubble: {self.formula:.1%} by (P-1)/(vM+P-1), {schedule.bubble(EXECUTED):.1%} of the executor's ticks, "
+            f"bubble: {self.formula:.1%} by (P-1)/(vM+P-1), {schedule.bubble(self.costs):.1%} of the executor's ticks, "
             f"{self.classic.bubble:.1%} of stages that do one thing at a time",
-            f"time of an update: {schedule.time(EXECUTED) / v:g} forwards of a stage in the executor (it computes a "
-            f"stage again before going back), {self.classic.time / v:g} of stages that do one thing at a time",
+            f"time of an update: {schedule.time(self.costs) / v:g} forwards of a stage in the executor{again}, "
+            f"{self.classic.time / v:g} of stages that do one thing at a time",
         ]
 
     def svg(self) -> str:
@@ -162,7 +167,7 @@ class Picture:
             parts.append(_text(0, top + 13, f"stage {stage}"))
             parts += [_box(70 + s.start * scale, top, (s.stop - s.start) * scale, s.op) for s in spans]
         y += 8 + P * (LANE + 4) + 28
-        parts.append(_text(0, y, f"ticks of the executor: bubble {self.schedule.bubble(EXECUTED):.1%}"))
+        parts.append(_text(0, y, f"ticks of the executor: bubble {self.schedule.bubble(self.costs):.1%}"))
         scale = (WIDTH - 70) / self.schedule.ticks
         height = len(kinds) * LANE + 6
         for stage in range(P):

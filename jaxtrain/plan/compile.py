@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtrain.config import CONFIG_ROOT, ClusterConfig, ConfigError, RunConfig, load_config, nearest, to_tree
-from jaxtrain.observe.flops import peak_flops, training_flops
+from jaxtrain.observe.flops import kernel_flops, peak_flops, training_flops
 from jaxtrain.plan.buffers import Peak, find_peak
 from jaxtrain.plan.cards import cluster_target
 from jaxtrain.plan.collectives import (
@@ -182,7 +182,14 @@ def make_report(
         microbatch=answer["microbatch"],
         parameters=answer["parameters"],
         memory=_memory(config, request, answer["memory"], program, dumps),
-        flops=FlopsReport(flops.total, model.causal * tokens, model.full * tokens, flops.by_source, flops.opaque),
+        flops=FlopsReport(
+            executed=flops.total,
+            causal=model.causal * tokens,
+            full=model.full * tokens,
+            in_kernels=kernel_flops(config.model, config.data.length, *answer["kernels"]) * tokens,
+            by_source=flops.by_source,
+            opaque=flops.opaque,
+        ),
         traffic=sum_traffic(collectives),
         collectives=collectives,
         reductions=gradient_reductions(collectives, answer["batch_axes"]),

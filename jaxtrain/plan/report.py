@@ -62,24 +62,26 @@ class MemoryReport:
 class FlopsReport:
     """Matmul FLOPs of one update on one device: executed, and the model's by the formula of observe.flops.
 
-    `opaque` are kernels whose work does not stand in the program: (name, calls), counted as 0.
+    `opaque` are kernels whose work does not stand in the program: (name, calls), counted as 0; `in_kernels` is what the
+    model has (full) of their work.
     """
 
     executed: int
     causal: float
     full: float
+    in_kernels: float
     by_source: Mapping[str, int]
     opaque: tuple[tuple[str, int], ...]
 
     @property
     def ratio(self) -> float:
-        """Executed / model FLOPs with every score counted (full), which is what a dense attention executes."""
-        return self.executed / self.full
+        """Executed / model FLOPs with every score counted (full), work in kernels left out on both sides."""
+        return self.executed / (self.full - self.in_kernels)
 
     @property
     def recompute(self) -> float:
         """Share of the executed FLOPs beyond the model's (full): what remat computes again, what devices repeat."""
-        return 1 - self.full / self.executed if self.executed else 0.0
+        return 1 - 1 / self.ratio if self.executed else 0.0
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def diff_rows(a: Report, b: Report) -> list[list[str]]:
         ("state and batch GiB", lambda r: r.memory.arguments, gib),
         ("host GiB", lambda r: r.memory.host, gib),
         ("executed TFLOP", lambda r: r.flops.executed / 1e12, _number),
-        ("executed / model (full)", lambda r: r.flops.ratio, _number),
+        ("executed / model (full, no kernels)", lambda r: r.flops.ratio, _number),
         ("recompute share", lambda r: r.flops.recompute, percent),
         ("gradient reductions", lambda r: r.reductions.calls, _count),
         ("gradient reductions GiB", lambda r: r.reductions.bytes, gib),
@@ -147,8 +147,8 @@ def flops_rows(report: Report) -> list[tuple[str, str]]:
         ("executed by matmuls, loops counted", _number(flops.executed / 1e12)),
         ("model, causal scores", _number(flops.causal / 1e12)),
         ("model, full scores", _number(flops.full / 1e12)),
-        ("executed / model (causal)", _number(flops.executed / flops.causal)),
-        ("executed / model (full)", _number(flops.ratio)),
+        ("of it in kernels, not counted as executed", _number(flops.in_kernels / 1e12)),
+        ("executed / model (full) outside of kernels", _number(flops.ratio)),
         ("share computed again (beyond full)", percent(flops.recompute)),
     ]
     return rows + [(f"not counted: {name}, opaque", f"{calls} calls") for name, calls in flops.opaque]

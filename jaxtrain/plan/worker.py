@@ -59,6 +59,7 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     if request["target"] == "cuda":
         _ask_of(devices[0])
     setup = resolve(config, devices)
+    attention = setup.attention[config.data.length]
     begin = time.perf_counter()
     lowered = lower_step(setup.step, setup.abstract, setup.abstract_batch)
     traced = time.perf_counter()
@@ -82,7 +83,9 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         "accumulation": setup.plan.accumulation,
         "microbatch": setup.plan.microbatch,
         "parameters": setup.model.count(),
-        "attention": str(setup.attention[config.data.length]),
+        "attention": str(attention),
+        # Whether kernels do the products of attention, and those of routed experts.
+        "kernels": [attention.backend.name in ("tokamax", "cudnn"), request["target"] == "cuda"],
         "device_kind": devices[0].device_kind,
         "version": jax.__version__,
     }

@@ -9,6 +9,7 @@ from jaxtrain.config import ModelConfig, load_config
 from jaxtrain.observe.flops import (
     PEAKS,
     count_parameters,
+    kernel_flops,
     matmul_weights,
     peak_flops,
     training_flops,
@@ -141,6 +142,14 @@ def test_full_is_six_weights_and_twelve_layers_width_length():
     flops = training_flops(LLAMA3_8B, 8192)
     assert flops.full == 6 * matmul_weights(LLAMA3_8B) + 12 * 32 * 4096 * 8192
     assert flops.causal == 6 * matmul_weights(LLAMA3_8B) + 12 * 32 * 4096 * 8193 / 2
+
+
+def test_what_kernels_hold_is_scores_and_routed_experts():
+    model = load_config("models/deepseek_v3").model
+    scores, routed = 3 * 2 * 128 * (192 + 128) * 62 * 4096, 6 * 59 * 8 * 3 * 7168 * 2048
+    held = [kernel_flops(model, 4096, *kernels) for kernels in ((False, False), (True, False), (False, True))]
+    assert held == [0, scores, routed]
+    assert kernel_flops(LLAMA3_8B, 8192, True, True) == 12 * 32 * 4096 * 8192
 
 
 @given(length=st.integers(1, 60), window=st.one_of(st.none(), st.integers(1, 70)))

@@ -33,12 +33,12 @@ def backward_of(model: dict[str, Any]) -> tuple[Callable[[Any, Any], tuple[Any, 
     x_BLD, ct_BLD = (jax.random.normal(key, (ROWS, LENGTH, described.config.d_model)) for key in keys)
     positions_BL = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), (ROWS, LENGTH))
     segments_BL = jnp.ones((ROWS, LENGTH), jnp.int32).at[:, 10:].set(2)
-    data = jax.tree.map(lambda rows: jnp.asarray(rows)[0], described.data())
+    data = jax.tree.map(lambda rows: jnp.asarray(rows)[0], described.data()["layers"])
 
     def backward(known: Any, ct_BLD: jax.Array) -> tuple[Any, Any]:
         weights, x_BLD, positions_BL, segments_BL = known
         flow = described.flow(params, positions_BL, segments_BL)
-        block = described.block(params)
+        block = described.block(params, "layers")
         _, pull = jax.vjp(lambda weights, x_BLD: block(weights, x_BLD, flow, data)[0], weights, x_BLD)
         of_weights, of_input = pull(ct_BLD)
         return of_input, of_weights

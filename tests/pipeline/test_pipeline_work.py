@@ -69,6 +69,25 @@ def test_matmuls_are_those_of_the_table(schedule: str, microbatches: int, chunks
     assert executed(setup) == expected
 
 
+@pytest.mark.parametrize(
+    ("remat", "saved"),
+    [
+        # Per layer and token: the output projection, and with the products kept everything but the down projection,
+        # which nobody reads; queries, keys and values are named after positions.
+        ({"policy": "names", "names": ["attention_residual"]}, "out"),
+        pytest.param({"policy": "dots"}, "all", marks=pytest.mark.prove),
+    ],
+)
+def test_what_is_kept_is_not_computed_again(remat: dict[str, Any], saved: str) -> None:
+    full, kept = (executed(piped("1f1b", 4, remat=each)) for each in ({"policy": "full"}, remat))
+    model = piped("1f1b", 4).config.model
+    d, e = model.d_model, model.width_of_head
+    products = {"out": model.n_heads * e * d}
+    products["all"] = products["out"] + d * e * (model.n_heads + 2 * model.kv_heads) + 2 * d * model.d_ff
+    places = make_schedule("1f1b", Shape(2, 1, 4)).places("B")
+    assert full - kept == places * 2 * 2 * LENGTH * products[saved]
+
+
 def pairs(shape: Shape, in_lockstep: bool) -> list[Order]:
     """Two microbatches forward, two back."""
     groups = [range(m, min(m + 2, shape.microbatches)) for m in range(0, shape.microbatches, 2)]

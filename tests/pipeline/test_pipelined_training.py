@@ -20,6 +20,7 @@ from jaxtrain.train.setup import Setup
 
 BATCHES = [packed_rows(seed) for seed in range(3)]
 Sections = dict[str, dict[str, Any]]
+PROVE = pytest.mark.prove
 
 
 def pipe(stages: int, microbatches: int, schedule: str = "1f1b", **sections: Any) -> Sections:
@@ -51,6 +52,19 @@ PROVEN: dict[str, Sections] = {
     "pipe=2, stages 3 + 1": pipe(2, 4, pipeline={"stages": [3, 1]}),
     "pipe=2, zero bubble, stages 1 + 3": pipe(2, 4, "zero_bubble", pipeline={"stages": [1, 3]}),
     "pipe=2, vocabulary whole": pipe(2, 4, rules={"vocab": None}),
+    "pipe=2, dots": pipe(2, 4, remat={"policy": "dots"}),
+    "pipe=2, interleaved, attention's output kept": pipe(
+        2, 4, "interleaved", remat={"policy": "names", "names": ["attention_residual", "attention_out"]}
+    ),
+    "pipe=2, zero bubble, dots": pipe(2, 4, "zero_bubble", remat={"policy": "dots"}),
+    "pipe=2, zero bubble, names, remat of 2 layers, tensor": pipe(
+        2,
+        4,
+        "zero_bubble",
+        remat={"policy": "names", "names": ["qkv", "mlp_hidden"], "every": 2},
+        mesh={"tensor": 2},
+        rules={"preset": ["zero1", "tensor_sequence"]},
+    ),
 }
 
 
@@ -111,6 +125,40 @@ def test_gradients_are_those_of_one_device(name: str, gradients: Any) -> None:
 @pytest.mark.parametrize("name", PROVEN)
 def test_gradients_are_those_of_one_device_everywhere(name: str, gradients: Any) -> None:
     check(PROVEN[name], gradients("plain"))
+
+
+MIXED = {
+    "n_layers": 6, "windows": [None, 8],
+    "moe": {"experts": 4, "top_k": 2, "d_ff": 16, "first_dense": 2, "balance_weight": 0.02, "z_weight": 0.01},
+}  # fmt: skip
+TWO_AND_TWO = {**MIXED, "n_layers": 9, "moe": {**MIXED["moe"], "first_dense": 1, "every": 2}}
+
+
+@pytest.mark.parametrize(
+    ("model", "sections"),
+    [
+        pytest.param(MIXED, pipe(2, 4, mesh={"expert": 2}), id="dense layers first"),
+        pytest.param(TWO_AND_TWO, pipe(2, 4, "zero_bubble"), id="every other one", marks=PROVE),
+        pytest.param(TWO_AND_TWO, pipe(2, 2, "interleaved"), id="every other one, chunks", marks=PROVE),
+        pytest.param(MIXED, pipe(2, 4, remat={"policy": "full", "every": 2}), id="segments of two", marks=PROVE),
+        pytest.param(MIXED, pipe(2, 4, "gpipe", remat={"policy": "dots"}), id="dots", marks=PROVE),
+        pytest.param(MIXED, pipe(2, 4, pipeline={"stages": [1, 5]}), id="a dense layer on each side", marks=PROVE),
+    ],
+)
+def test_layers_of_two_kinds_lie_on_any_stage(model: dict[str, Any], sections: Sections) -> None:
+    want = gradients_of(setup_of(config_of(model=model), devices=1))
+    check({**sections, "model": model}, want)
+
+
+def test_dense_layers_survive_a_checkpoints_order() -> None:
+    """Parameters and moments of both stacks come back from stage order, bit for bit."""
+    setup = setup_of(config_of(**pipe(4, 4, model=TWO_AND_TWO)), 4)
+    state = setup.create_state()
+    saved = setup.to_saved(state)
+    rows = {stack: {leaf.shape[0] for leaf in jax.tree.leaves(saved["params"][stack])} for stack in setup.model.stacks}
+    assert rows == {"dense_layers": {5}, "layers": {4}}
+    for got, want in zip(jax.tree.leaves(setup.from_saved(saved)), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.prove

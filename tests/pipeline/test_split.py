@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxtrain.config import ConfigError, PipelineConfig, load_config
 from jaxtrain.nn.model import build
-from jaxtrain.pipeline.split import plan_split, split_layers
+from jaxtrain.pipeline.split import Loop, loops_of, plan_split, split_layers
 
 
 def all_splits(n: int, runs: int) -> list[tuple[int, ...]]:
@@ -97,3 +97,46 @@ def test_more_runs_than_layers_are_refused() -> None:
         ConfigError, match=r"mesh.pipe 4 x pipeline.chunks 2 = 8 runs of layers, but model.n_layers is 6"
     ):
         split_layers(["layers"] * 6, 4, 2)
+
+
+def unrolled(loops: tuple[Loop, ...]) -> list[tuple[str, int]]:
+    """Kind and place among its kind of each layer, as the loops run."""
+    found = []
+    for loop in loops:
+        for turn in range(loop.turns):
+            for segment in loop.segments:
+                at = {kind: first + turn * a_turn for kind, (first, a_turn) in segment.at.items()}
+                for kind in segment.stacks:
+                    found.append((kind, at[kind]))
+                    at[kind] += 1
+    return found
+
+
+@given(st.lists(st.sampled_from("abc"), min_size=1, max_size=14), st.sampled_from([1, 2, 3, 4]))
+def test_loops_run_the_pattern_in_order(pattern: list[str], every: int) -> None:
+    try:
+        loops = loops_of(pattern, every)
+    except ConfigError:
+        assert every > 1
+        return
+    want = [(kind, pattern[:i].count(kind)) for i, kind in enumerate(pattern)]
+    assert unrolled(loops) == want
+    assert all(len(segment.stacks) == every for loop in loops for segment in loop.segments)
+
+
+def test_repetitions_are_loops() -> None:
+    assert [(len(loop.segments), loop.turns) for loop in loops_of(["d"] * 3 + ["m"] * 15, 1)] == [(1, 3), (1, 15)]
+    assert [(len(loop.segments), loop.turns) for loop in loops_of(["d", "m"] * 6 + ["d"], 1)] == [(2, 6), (1, 1)]
+    assert [(len(loop.segments), loop.turns) for loop in loops_of(["d", "m"] * 6, 4)] == [(1, 3)]
+    with pytest.raises(ConfigError, match=r"remat.every 4 does not cut 3 x d"):
+        loops_of(["d"] * 3 + ["m"] * 16, 4)
+
+
+def test_dense_layers_come_first() -> None:
+    """DeepSeek-V3 on four stages: three dense layers, then mixtures; a mixture costs what a token meets of it."""
+    model = build(load_config("models/deepseek_v3").model)
+    split = plan_split(model, PipelineConfig(), 4, 1)
+    assert split.pattern == ("dense_layers",) * 3 + ("layers",) * 15
+    assert split.counts[0] > split.counts[-1]
+    assert split.places[0, 0, :3].tolist() == [0, 1, 2] and (split.places[1:, 0, :3] == -1).all()
+    np.testing.assert_array_equal(np.sort(split.places[split.places >= 0]), np.arange(61))
