@@ -191,8 +191,8 @@ class PrecisionConfig(Section):
 class RematConfig(Section):
     """What the backward pass recomputes instead of keeping."""
 
-    policy: Literal["none", "full", "dots", "names"] = "none"
-    """none keeps all, full keeps block inputs, dots keeps matmul outputs, names keeps `names`."""
+    policy: Literal["none", "full", "offload", "dots", "names"] = "none"
+    """none keeps all, full block inputs, offload those in host memory, dots matmul outputs, names `names`."""
     names: list[str] = []
     """Values kept under policy names: see jaxtrain.numerics.remat.NAMES."""
     every: PositiveInt = 1

@@ -124,7 +124,7 @@ def check_remat(remat: RematConfig, model: ModelConfig) -> None:
 
 
 def checkpointed(fn: Callable[..., Any], remat: RematConfig, looped: bool = True) -> Callable[..., Any]:
-    """`fn` under the policy: the same values and gradients, other memory and recompute.
+    """`fn` (weights, x, ...) under the policy: the same values and gradients, other memory and recompute.
 
     `looped` says that it runs in a loop of several iterations, which by itself keeps the compiler from sharing what is
     to be recomputed.
@@ -135,9 +135,22 @@ def checkpointed(fn: Callable[..., Any], remat: RematConfig, looped: bool = True
             return fn
         case "full":
             policy = policies.nothing_saveable
+        case "offload":
+            fn = _with_named_input(fn)
+            policy = policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT],
+                offload_src="device", offload_dst="pinned_host",
+            )  # fmt: skip
         case "dots":
             policy = policies.dots_with_no_batch_dims_saveable
         case "names":
             policy = policies.save_only_these_names(*remat.names)
     # Inside a loop prevent_cse would only block fusion.
     return jax.checkpoint(fn, policy=policy, prevent_cse=not looped)
+
+
+_INPUT = "segment_input"
+
+
+def _with_named_input(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda weights, x, *rest: fn(weights, checkpoint_name(x, _INPUT), *rest)

@@ -23,6 +23,7 @@ from jaxtrain.mesh.rules import active_mesh
 from jaxtrain.nn.layers import Flow, Totals
 from jaxtrain.nn.model import KEEP_ALL, Model
 from jaxtrain.numerics.remat import given, keeping, kept_names
+from jaxtrain.pipeline.buffers import HOSTED, ON_DEVICE, Hold, put, take
 from jaxtrain.pipeline.halves import Halves, halve
 from jaxtrain.pipeline.split import Loop, Segment, loops_of
 from jaxtrain.pipeline.stages import Stages
@@ -74,6 +75,14 @@ class Chunk:
         """The places of a chunk in order."""
         return loops_of(self.stages.pattern, self.remat.every)
 
+    @cached_property
+    def hold(self) -> Hold:
+        """How what is kept is written and read."""
+        return HOSTED if self.remat.policy == "offload" else ON_DEVICE
+
+    def _kept(self, buffers: list[jax.Array], slot: jax.Array, n: jax.Array) -> list[jax.Array]:
+        return [self.hold.take(buffer, slot, n) for buffer in buffers]
+
     def _flow(self, positions_BL: jax.Array, segments_BL: jax.Array) -> Flow:
         return self.model.flow(self.weights, positions_BL, segments_BL, self.totals)
 
@@ -96,7 +105,7 @@ class Chunk:
                         (x_BLD, _), stats = self._layers(segment, part.weights, x_BLD, part.data, part.real, flow)
                     else:
                         x_BLD, values, stats = self._keep(segment, part, x_BLD, flow)
-                        places = [_put(b, value, slot, n) for b, value in zip(buffers[j], values, strict=True)]
+                        places = [self.hold.put(b, x, slot, n) for b, x in zip(buffers[j], values, strict=True)]
                         buffers = [*buffers[:j], places, *buffers[j + 1 :]]
                     found.append(stats)
                 return (x_BLD, buffers), _joined(found)
@@ -122,13 +131,13 @@ class Chunk:
             def turn(carry: Any, n: jax.Array, i: int = i, loop: Loop = loop) -> tuple[Any, None]:
                 ct_BLD, total, buffers = carry
                 for j, segment in reversed(list(enumerate(loop.segments))):
-                    known = Known(self._part(own, chunk, segment, n), flow, _take(kept[i][j], slot, n))
+                    known = Known(self._part(own, chunk, segment, n), flow, self._kept(kept[i][j], slot, n))
                     if buffers is None:
                         ct_BLD, gradient = self._back(segment, known, (ct_BLD, slope))
                         total = self._add(total, gradient, chunk, segment, n)
                     else:
                         ct_BLD, values = self._halves(segment, known).inputs(known, (ct_BLD, slope))
-                        places = [_put(b, value, place, n) for b, value in zip(buffers[j], values, strict=True)]
+                        places = [put(b, value, place, n) for b, value in zip(buffers[j], values, strict=True)]
                         buffers = [*buffers[:j], places, *buffers[j + 1 :]]
                 return (ct_BLD, total, buffers), None
 
@@ -147,8 +156,8 @@ class Chunk:
 
             def turn(total: Tree, n: jax.Array, i: int = i, loop: Loop = loop) -> tuple[Tree, None]:
                 for j, segment in enumerate(loop.segments):
-                    known = Known(self._part(own, chunk, segment, n), flow, _take(kept[i][j], slot, n))
-                    gradient = self._halves(segment, known).weights(known, _take(stored[i][j], place, n))
+                    known = Known(self._part(own, chunk, segment, n), flow, self._kept(kept[i][j], slot, n))
+                    gradient = self._halves(segment, known).weights(known, [take(b, place, n) for b in stored[i][j]])
                     gradient = jax.tree.map(lambda g: jnp.where(place >= 0, g, 0), gradient)
                     total = self._add(total, gradient, chunk, segment, n)
                 return total, None
@@ -287,14 +296,3 @@ def _joined(reports: Sequence[Mapping[str, Sums]]) -> dict[str, Sums]:
             if stats:
                 found.setdefault(stack, []).append(stats)
     return {stack: jax.tree.map(lambda *each: jnp.concatenate(each), *parts) for stack, parts in found.items()}
-
-
-def _take(buffers: list[jax.Array], slot: jax.Array, n: jax.Array) -> list[jax.Array]:
-    """What lies in a slot of one segment's buffers, of turn n."""
-    return [buffer[jnp.maximum(slot, 0), n] for buffer in buffers]
-
-
-def _put(buffer: jax.Array, value: jax.Array, slot: jax.Array, n: jax.Array) -> jax.Array:
-    """`value` written in place into a slot; nowhere where it is -1."""
-    at = jnp.maximum(slot, 0)
-    return buffer.at[at, n].set(jnp.where(slot >= 0, value, buffer[at, n]))

@@ -26,6 +26,7 @@ from jaxtrain.config import RematConfig
 from jaxtrain.mesh.rules import active_mesh, constrain
 from jaxtrain.nn.layers import Totals
 from jaxtrain.nn.model import KEEP_ALL, Model
+from jaxtrain.pipeline.buffers import RESIDUAL
 from jaxtrain.pipeline.chunk import Chunk, Own, pin
 from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Schedule
@@ -40,7 +41,6 @@ Head = Callable[[Tree, jax.Array, Batch], tuple[jax.Array, Sums]]
 
 PIPE, STAGES = "pipe", "layers"
 """The mesh axis, and the logical name of a dim that is cut over it."""
-RESIDUAL = ("batch", "residual_length", "hidden")
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +102,9 @@ class Pipeline:
                 return jax.tree.map(lambda one: jnp.zeros((P, count, *one.shape), one.dtype), shapes)
 
             carry |= {
-                "kept": slots(schedule.kept_slots, self.chunk.kept(*one)),
+                "kept": jax.tree.map(
+                    lambda one: self.chunk.hold.make(P, one, schedule.kept_slots), self.chunk.kept(*one)
+                ),
                 "cotangents": jnp.zeros((P, schedule.cotangent_slots, *x_BLD.shape), x_BLD.dtype),
                 "layers": float32(self.own.weights),
                 "outer": float32(self.outer),
@@ -116,13 +118,14 @@ class Pipeline:
         for name in ("arrived", "cotangents"):
             if name in carry:
                 out[name] = constrain(carry[name], STAGES, None, *RESIDUAL)
-        if "kept" in carry:
+        if "kept" in carry and self.remat.policy != "offload":
             whole = (STAGES, None, None)
             out["kept"] = jax.tree.map(
                 lambda values: [constrain(values[0], *whole, *RESIDUAL), *map(_pin_stage, values[1:])],
                 carry["kept"],
                 is_leaf=_is_segment,
             )
+        if "kept" in carry:
             out["stored"] = jax.tree.map(_pin_stage, carry["stored"])
             if self.specs is not None:
                 out["layers"] = self._pin_own(carry["layers"])

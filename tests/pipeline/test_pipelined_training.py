@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import ROWS, config_of, packed_rows, setup_of, train_on, worst_relative_error
+from runs import LENGTH, ROWS, config_of, packed_rows, setup_of, train_on, worst_relative_error
 
 from jaxtrain.config import ConfigError
 from jaxtrain.pipeline.stages import Stages
@@ -52,6 +52,17 @@ PROVEN: dict[str, Sections] = {
     "pipe=2, stages 3 + 1": pipe(2, 4, pipeline={"stages": [3, 1]}),
     "pipe=2, zero bubble, stages 1 + 3": pipe(2, 4, "zero_bubble", pipeline={"stages": [1, 3]}),
     "pipe=2, vocabulary whole": pipe(2, 4, rules={"vocab": None}),
+    "pipe=2, inputs in host memory": pipe(
+        2,
+        4,
+        "interleaved",
+        remat={"policy": "offload"},
+        mesh={"tensor": 2},
+        rules={"preset": ["zero2", "tensor_sequence"]},
+    ),
+    "pipe=2, zero bubble, inputs of two layers in host memory": pipe(
+        2, 4, "zero_bubble", remat={"policy": "offload", "every": 2}, rules={"preset": ["fsdp"]}
+    ),
     "pipe=2, dots": pipe(2, 4, remat={"policy": "dots"}),
     "pipe=2, interleaved, attention's output kept": pipe(
         2, 4, "interleaved", remat={"policy": "names", "names": ["attention_residual", "attention_out"]}
@@ -171,6 +182,15 @@ def test_tied_head_windows_and_empty_places(gradients: Any) -> None:
 def test_tied_head_and_chunks(gradients: Any) -> None:
     kind = "tied, windows, learned positions"
     check(pipe(2, 4, "interleaved", model=MODELS[kind]), gradients(kind))
+
+
+@pytest.mark.parametrize("sections", [{}, pipe(2, 4, mesh={"data": 1})], ids=["layers in a loop", "stages"])
+def test_offload_rests_inputs_of_layers_in_host_memory(sections: Sections) -> None:
+    """What the two passes exchange is in the host's memory in the traced program; a CPU has no other to compile for."""
+    setups = [setup_of(config_of(**sections, remat={"policy": p}), 2 if sections else 1) for p in ("full", "offload")]
+    texts = [str(jax.make_jaxpr(s.step.gradients)(s.abstract["params"], s.abstract_batch, 1.0)) for s in setups]
+    rows = ROWS // 4 if sections else ROWS
+    assert f"f32<host>[{rows},{LENGTH},64]" in texts[1] and "<host>" not in texts[0]
 
 
 def test_clipped_updates_and_held_out_loss() -> None:
