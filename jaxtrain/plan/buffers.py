@@ -10,7 +10,8 @@ from jaxtrain.plan.trace import Tracer, Value
 
 _RANGE = re.compile(r"^ {4}([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"^allocation (\d+):")
-_PLACED = re.compile(r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)")
+# Memory space 5 is the host's: no memory of the device.
+_PLACED = re.compile(r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})?(?: \(phi\))? @(?!5>)\d+> \(size=(\d+),offset=(\d+)")
 
 
 @dataclass(frozen=True)

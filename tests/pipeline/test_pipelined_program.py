@@ -22,7 +22,7 @@ TICKS = 8 + P - 1
 
 
 @cache
-def report(*presets: str) -> Report:
+def report(*presets: str, remat: str = "full") -> Report:
     """Eight microbatches through four stages of two layers on 16 H100: data 2 x pipe 4 x tensor 2."""
     return compile_for(
         validate(
@@ -33,7 +33,7 @@ def report(*presets: str) -> Report:
                 "data": {"length": L, "tokenizer": {"vocab_size": 1024}},
                 "train": {"global_batch": 32, "accumulation": 8},
                 "precision": {"compute": "bfloat16"},
-                "remat": {"policy": "full"},
+                "remat": {"policy": remat},
                 "mesh": {"data": 2, "pipe": P, "tensor": 2},
                 "rules": {"preset": list(presets), "replicated_limit": 10**9},
             }
@@ -75,6 +75,16 @@ def test_zero3_gathers_in_every_tick() -> None:
     """The counterpart: a layout whose cost is said, and that the test above would notice."""
     found = report("fsdp", "tensor_sequence")
     assert max(c.calls for c in found.collectives if c.axes == ("data",) and c.kind == "all-gather") >= TICKS
+
+
+@pytest.mark.prove
+def test_kept_inputs_rest_in_the_hosts_memory() -> None:
+    """Seven slots, and one for what is for none, of two layers' inputs cut over tensor; so much leaves the device."""
+    full, offload = (report("zero1", "tensor_sequence", remat=policy) for policy in ("full", "offload"))
+    slot = 2 * (2 * L * D // 2 * 2)
+    assert (full.memory.host, offload.memory.host) == (0, 8 * slot)
+    assert full.memory.temporaries - offload.memory.temporaries >= 7 * slot
+    assert offload.memory.live is not None and offload.memory.live <= 1.02 * offload.memory.peak
 
 
 def temporaries(schedule: str, microbatches: int) -> int:
