@@ -24,7 +24,7 @@ LAYOUTS = {
         "mesh.pipe=2", "mesh.tensor=2", "rules.preset=[zero1,tensor_sequence]", "pipeline.schedule=zero_bubble",
     ],
 }  # fmt: skip
-# Every family and every layout is met in the quick tests, every pair in the proofs.
+# Every family and every kind of layout is met in the quick tests, every pair in the proofs.
 QUICK = [
     ("llama", "tensor=2 x data=2, fsdp"), ("llama3_rope", "one device"), ("mistral", "one device"),
     ("qwen2", "data=4, zero2"), ("qwen3", "one device"), ("gpt2", "data=4, zero2"),
