@@ -17,7 +17,7 @@ from jaxtrain.train.setup import Setup
 
 LAYERS = 8
 PADDING = 3
-"""Of the rows that packed_rows begins with, those of padding that are left out; the next is padding, then unscored."""
+"""Rows of padding that are left out: the first kept is padding too, the second is unscored."""
 
 SCHEDULES = [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 2)]
 MICROBATCHES = {"P < M, not a multiple": [(4, 6), (2, 3)], "M = 1": [(4, 1), (2, 1)], "M = P - 1": [(4, 3)]}
