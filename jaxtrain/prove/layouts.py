@@ -57,14 +57,37 @@ SEQUENCE = (
     "tensor=2, seq=2, attention.context=ulysses, train.accumulation=2",
 )
 PIPELINE = (
-    "pipe=2, train.accumulation=4, pipeline.schedule=gpipe",
-    "pipe=2, train.accumulation=4, pipeline.schedule=1f1b",
-    "pipe=2, train.accumulation=4, pipeline.schedule=interleaved, remat.policy=full",
-    "pipe=2, train.accumulation=4, pipeline.schedule=zero_bubble",
-    "data=2, pipe=4, train.accumulation=8, rules.preset=[zero1]",
-    "pipe=2, tensor=2, rules.preset=[zero2,tensor_sequence], train.accumulation=4",
-    "pipe=2, seq=2, train.accumulation=4",
-    "pipe=2, tensor=2, seq=2, train.accumulation=4, pipeline.schedule=interleaved",
+    # Alone, from as many microbatches as stages to four times as many.
+    "data=1, pipe=2, pipeline.schedule=gpipe, train.accumulation=2",
+    "data=1, pipe=4, train.accumulation=4, remat.policy=full",
+    "data=1, pipe=2, pipeline.schedule=zero_bubble, pipeline.chunks=2, train.accumulation=8",
+    "data=1, pipe=4, pipeline.schedule=interleaved, train.accumulation=16",
+    # With what shards the state.
+    "pipe=4, pipeline.schedule=gpipe, rules.preset=[zero2], train.accumulation=8",
+    "pipe=2, rules.preset=[fsdp], train.accumulation=4, remat.policy=full, remat.every=2",
+    "pipe=4, pipeline.schedule=zero_bubble, rules.preset=[zero1], train.accumulation=8",
+    "pipe=4, pipeline.schedule=zero_bubble, pipeline.chunks=2, rules.preset=[fsdp], train.accumulation=4",
+    "pipe=2, tensor=2, pipeline.schedule=interleaved, rules.preset=[hybrid_fsdp], train.accumulation=2",
+    # With tensor parallelism; microbatches that the stages do not divide.
+    "pipe=4, tensor=2, rules.preset=[tensor], train.global_batch=24, train.accumulation=6",
+    "pipe=4, tensor=2, pipeline.schedule=interleaved, rules.preset=[zero1,tensor_sequence], train.accumulation=8",
+    "pipe=2, tensor=2, pipeline.schedule=zero_bubble, pipeline.chunks=2, rules.preset=[zero2,tensor_sequence],"
+    " train.global_batch=18, train.accumulation=3",
+    "pipe=2, tensor=4, pipeline.schedule=gpipe, rules.preset=[tensor_sequence], train.accumulation=8",
+    # With context parallelism.
+    "pipe=2, seq=2, rules.preset=[zero2], train.accumulation=4",
+    "pipe=4, seq=2, pipeline.schedule=zero_bubble, train.accumulation=8, remat.policy=full, remat.every=2",
+    "pipe=2, seq=4, attention.context=all_gather, pipeline.schedule=interleaved, train.accumulation=4",
+    "pipe=2, tensor=2, seq=2, attention.context=ulysses, pipeline.schedule=zero_bubble, train.accumulation=2",
+    "pipe=2, tensor=2, seq=2, pipeline.schedule=interleaved, rules.preset=[tensor_sequence], train.accumulation=8",
+    # Rows as each packer lays them; runs of different lengths.
+    "data=2, pipe=2, pipeline.stages=[5,3], data.packing=first_fit, train.accumulation=8",
+    "data=2, pipe=2, pipeline.schedule=interleaved, pipeline.stages=[3,1,2,2], data.packing=best_fit,"
+    " rules.preset=[zero1], train.accumulation=4",
+    "data=2, pipe=4, pipeline.schedule=zero_bubble, pipeline.stages=[1,3,2,2], data.packing=concat,"
+    " train.accumulation=4",
+    "data=2, pipe=2, pipeline.schedule=gpipe, pipeline.chunks=2, data.packing=none, train.global_batch=64,"
+    " train.accumulation=4",
 )
 EXPERTS = (
     "expert=2",
@@ -73,8 +96,11 @@ EXPERTS = (
     "expert=2, rules.preset=[fsdp], remat.policy=full",
     "tensor=2, expert=2, rules.preset=[fsdp,tensor]",
     "seq=2, expert=2, train.accumulation=2",
-    "pipe=2, expert=2, train.accumulation=4",
     "tensor=2, seq=2, expert=2, rules.preset=[tensor_sequence]",
+    "pipe=2, expert=2, train.accumulation=4",
+    "pipe=4, expert=2, pipeline.schedule=zero_bubble, train.accumulation=4",
+    "pipe=2, seq=2, expert=2, pipeline.schedule=interleaved, train.accumulation=2",
+    "pipe=2, tensor=2, expert=2, rules.preset=[tensor_sequence], train.global_batch=18, train.accumulation=3",
 )
 
 

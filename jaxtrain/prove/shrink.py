@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxtrain.config import MlaConfig, ModelConfig, MoeConfig, RunConfig, to_tree, validate
 
-LENGTH, ROWS, VOCAB, WIDTH, HEAD = 32, 16, 128, 64, 8
-"""Tokens of a row, rows of an update, entries of the vocabulary, width of the residual stream, width of a head."""
+LENGTH, ROWS, VOCAB, WIDTH, HEAD, LAYERS = 32, 16, 128, 64, 8, 8
+"""Tokens of a row, rows of an update, entries of the vocabulary, width of the residual stream, of a head, layers."""
 UPDATES = 3
 """Updates that are compared."""
 
@@ -16,7 +16,8 @@ RULE = (
     "widths: d_model 64, head 8 (odd stays odd: 7), d_ff 96, an expert's 32, vocabulary 128, rows of 32 tokens",
     "key/value heads and query heads a key/value head: powers of two up to 8 heads, times 3 where one has an"
     " odd factor",
-    "layers: whole window patterns, at least 4; dense first layers 1, a mixture at most every 2nd layer",
+    "layers: whole window patterns, at least 8 or all that there are; dense first layers 1, a mixture at most every"
+    " 2nd layer",
     "windows: the same share of the row, from 2 tokens to half a row; scaled rotary positions were trained on 16",
     "experts: 8, or 12 where an odd factor is; 2 of them a token (1 stays 1); groups 2, half of them kept",
     "microbatches: 16 rows an update, 2 microbatches where there are several; remat at most every 2nd layer",
@@ -72,7 +73,7 @@ def _model(model: ModelConfig, length: int) -> dict[str, Any]:
 
 def _layers(model: ModelConfig) -> int:
     pattern = math.lcm(len(model.windows), 2)
-    return min(model.n_layers, pattern * -(-4 // pattern))
+    return min(model.n_layers, pattern * -(-LAYERS // pattern))
 
 
 def _mixture(moe: MoeConfig) -> dict[str, Any]:

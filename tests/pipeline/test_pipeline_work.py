@@ -1,7 +1,10 @@
-"""What the executor runs is what the table says: matmuls counted in the compiled program, schedules of one's own."""
+"""What the executor runs is what the table says: matmuls of the compiled program, ticks and heads while it runs."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +12,29 @@ import jax
 import pytest
 from runs import LENGTH, config_of, packed_rows, setup_of, worst_relative_error
 
+from jaxtrain.config import ModelConfig
+from jaxtrain.nn.model import Model, build
 from jaxtrain.observe.flops import matmul_weights
+from jaxtrain.ops.loss import cross_entropy
+from jaxtrain.pipeline.execute import Pipeline
 from jaxtrain.pipeline.schedule import MAKERS, Op, Order, Shape, make_schedule, write_csv
+from jaxtrain.pipeline.split import split_layers
+from jaxtrain.pipeline.stages import Stages
 from jaxtrain.plan.flops import count_flops
 from jaxtrain.plan.hlo import read_program
 from jaxtrain.train.batch import place
 from jaxtrain.train.setup import Setup
 
+LAYERS = "layers"
 
-def piped(schedule: str, microbatches: int, **sections: Any) -> Setup:
-    """Two stages of two layers on two replicas, one row of each microbatch a replica."""
+
+def piped(schedule: str, microbatches: int, stages: int = 2, **sections: Any) -> Setup:
+    """Stages of two layers on two replicas, one row of each microbatch a replica."""
     tree = {
-        "mesh": {"pipe": 2, "data": 2}, "pipeline": {"schedule": schedule},
+        "mesh": {"pipe": stages, "data": 2}, "pipeline": {"schedule": schedule}, "model": {"n_layers": 2 * stages},
         "train": {"global_batch": 2 * microbatches, "accumulation": microbatches},
     }  # fmt: skip
-    return setup_of(config_of(**tree | sections), devices=4)
+    return setup_of(config_of(**tree | sections), devices=2 * stages)
 
 
 def executed(setup: Setup) -> int:
@@ -35,37 +46,42 @@ def executed(setup: Setup) -> int:
 
 
 CASES = [
-    ("1f1b", 4, 1),
-    pytest.param("1f1b", 8, 1, marks=pytest.mark.prove),
-    pytest.param("interleaved", 4, 2, marks=pytest.mark.prove),
-    pytest.param("zero_bubble", 4, 1, marks=pytest.mark.prove),
-    pytest.param("zero_bubble", 4, 2, marks=pytest.mark.prove),
+    ("1f1b", 4, 1, 2),
+    pytest.param("1f1b", 8, 1, 2, marks=pytest.mark.prove),
+    pytest.param("interleaved", 4, 2, 2, marks=pytest.mark.prove),
+    pytest.param("zero_bubble", 4, 1, 2, marks=pytest.mark.prove),
+    pytest.param("zero_bubble", 4, 2, 2, marks=pytest.mark.prove),
+    ("zero_bubble", 8, 1, 4),
+    pytest.param("1f1b", 8, 1, 4, marks=pytest.mark.prove),
+    pytest.param("1f1b", 6, 1, 4, marks=pytest.mark.prove),
+    pytest.param("interleaved", 8, 2, 4, marks=pytest.mark.prove),
+    pytest.param("zero_bubble", 8, 2, 4, marks=pytest.mark.prove),
 ]
 
 
-@pytest.mark.parametrize(("schedule", "microbatches", "chunks"), CASES)
-def test_matmuls_are_those_of_the_table(schedule: str, microbatches: int, chunks: int) -> None:
+@pytest.mark.parametrize(("schedule", "microbatches", "chunks", "stages"), CASES)
+def test_matmuls_are_those_of_the_table(schedule: str, microbatches: int, chunks: int, stages: int) -> None:
     """A place of a tick costs its kind of work whether a stage has any, and nothing beyond it; the head runs M times.
 
     Closed form for one device: F is a forward; B computes it again but for the last product, whose result nobody
     reads, and the cotangents of inputs (attention's two products have four); W (in B where it is not split) one product
-    a weight. Head and vocabulary are cut over both stages; where only some ticks of a loop run the head it stands in a
+    a weight. Head and vocabulary are cut over all stages; where only some ticks of a loop run the head it stands in a
     branch, which the count takes in every tick and a device only where the table says.
     """
-    setup = piped(schedule, microbatches, pipeline={"schedule": schedule, "chunks": chunks})
-    model, table = setup.config.model, make_schedule(schedule, Shape(2, chunks, microbatches))
+    setup = piped(schedule, microbatches, stages, pipeline={"schedule": schedule, "chunks": chunks})
+    model, table = setup.config.model, make_schedule(schedule, Shape(stages, chunks, microbatches))
     head = model.d_model * model.vocab_size
     weights = 2 * LENGTH * (matmul_weights(model) - head) // model.n_layers
     scores = 4 * LENGTH * LENGTH * model.n_heads * model.width_of_head
     unread = 2 * LENGTH * model.d_ff * model.d_model
     of_inputs = 2 * weights + 3 * scores - unread
-    layers = model.n_layers // (2 * chunks)
+    layers = model.n_layers // (stages * chunks)
     expected = table.places("F") * layers * (weights + scores)
     expected += table.places("B") * layers * (of_inputs + (0 if table.split else weights))
     expected += table.places("W") * layers * weights
     heads = [table.rows(phase)["head_microbatch"] >= 0 for phase in table.phases]
     assert sum(int(ticks.sum()) for ticks in heads) == microbatches
-    expected += sum(len(ticks) for ticks in heads if ticks.any()) * 3 * 2 * LENGTH * head // 2
+    expected += sum(len(ticks) for ticks in heads if ticks.any()) * 3 * 2 * LENGTH * head // stages
     assert executed(setup) == expected
 
 
@@ -86,6 +102,57 @@ def test_what_is_kept_is_not_computed_again(remat: dict[str, Any], saved: str) -
     products["all"] = products["out"] + d * e * (model.n_heads + 2 * model.kv_heads) + 2 * d * model.d_ff
     places = make_schedule("1f1b", Shape(2, 1, 4)).places("B")
     assert full - kept == places * 2 * 2 * LENGTH * products[saved]
+
+
+@dataclass(frozen=True, eq=False)
+class Counted(Model):
+    """A model that counts how often it runs, not how often it is traced."""
+
+    ran: list[str] = field(default_factory=list)
+
+    def enter(self, params: Any, *rows: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: self.ran.append("embedding"))
+        return super().enter(params, *rows)
+
+
+COUNTED = [
+    ("1f1b", 1, 6),
+    ("interleaved", 2, 6),
+    pytest.param("zero_bubble", 1, 6, marks=pytest.mark.prove),
+    pytest.param("zero_bubble", 2, 4, marks=pytest.mark.prove),
+    pytest.param("gpipe", 1, 4, marks=pytest.mark.prove),
+    pytest.param("interleaved", 2, 3, marks=pytest.mark.prove),
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "microbatches"), COUNTED)
+def test_ticks_run_as_the_table_says_and_the_head_once_a_microbatch(
+    schedule: str, chunks: int, microbatches: int
+) -> None:
+    """Counted at run time, four stages: the embedding runs with every place of F and of B, the head for no idle one."""
+    config = ModelConfig(vocab_size=48, d_model=16, n_layers=8, n_heads=2, d_ff=24, max_length=8)
+    model = Counted(config, build(config).graph, build(config).params)
+    split = split_layers(model.stacks, 4, chunks)
+    stages = Stages(split.places, split.pattern, model.stacks)
+    table = make_schedule(schedule, Shape(4, chunks, microbatches))
+    batch = packed_rows(0, microbatches * 4, 8, 48)
+    batch = {name: jax.numpy.asarray(each.reshape(microbatches, 4, 8)) for name, each in batch.items()}
+
+    def head(weights: Any, x_BLD: jax.Array, rows: dict[str, jax.Array]) -> Any:
+        jax.debug.callback(lambda: model.ran.append("head"))
+        loss, scored = cross_entropy(model.leave(weights, x_BLD), model.head(weights), rows["labels"])
+        return loss, {"scored": scored}
+
+    def run(params: Any) -> Any:
+        staged = {**params, LAYERS: jax.tree.map(partial(stages.to_stages, LAYERS), params[LAYERS])}
+        return Pipeline(model, stages, staged, None, batch).gradients(table, head, 1.0)
+
+    sums = jax.block_until_ready(jax.jit(run)(model.init(jax.random.key(0))))[1]
+    jax.effects_barrier()
+    assert sums["scored"] > 0
+    assert Counter(model.ran) == {"embedding": table.places("F") + table.places("B"), "head": microbatches}
+    if microbatches >= 4:
+        assert table.places("F") == chunks * microbatches + 3
 
 
 def pairs(shape: Shape, in_lockstep: bool) -> list[Order]:

@@ -19,19 +19,29 @@ LAYOUTS = {
     "one device": [],
     "tensor=2 x data=2, fsdp": ["mesh.data=2", "mesh.tensor=2", "rules.preset=[fsdp,tensor_sequence]"],
     "data=4, zero2": ["mesh.data=4", "rules.preset=[zero2]"],
-}
-# Every family and every layout is met in the quick tests, every pair in the proofs.
+    "pipe=2": ["mesh.pipe=2"],
+    "pipe=2 x tensor=2, zero bubble": [
+        "mesh.pipe=2", "mesh.tensor=2", "rules.preset=[zero1,tensor_sequence]", "pipeline.schedule=zero_bubble",
+    ],
+}  # fmt: skip
+# Every family and every kind of layout is met in the quick tests, every pair in the proofs.
 QUICK = [
     ("llama", "tensor=2 x data=2, fsdp"), ("llama3_rope", "one device"), ("mistral", "one device"),
     ("qwen2", "data=4, zero2"), ("qwen3", "one device"), ("gpt2", "data=4, zero2"),
+    ("llama3_rope", "pipe=2"),
 ]  # fmt: skip
 EXPERTS = {
     "one device": [],
     "expert=2 x tensor=2 x data=2": ["mesh.data=2", "mesh.tensor=2", "mesh.expert=2", "rules.preset=[tensor_sequence]"],
     "expert=4, fsdp": ["mesh.data=2", "mesh.expert=4", "rules.preset=[fsdp]", "train.microbatch=1"],
     "seq=2 x expert=2": ["mesh.data=2", "mesh.seq=2", "mesh.expert=2"],
+    "pipe=2": ["mesh.pipe=2"],
+    "pipe=2 x expert=2, zero bubble": ["mesh.pipe=2", "mesh.expert=2", "pipeline.schedule=zero_bubble"],
 }
-QUICK_EXPERTS = [("mixtral", "expert=4, fsdp"), ("deepseek_v3", "expert=2 x tensor=2 x data=2")]
+QUICK_EXPERTS = [
+    ("mixtral", "expert=4, fsdp"), ("deepseek_v3", "expert=2 x tensor=2 x data=2"),
+    ("mixtral", "pipe=2"),
+]  # fmt: skip
 REST_EXPERTS = [(family, layout) for family in MIXTURES for layout in EXPERTS if (family, layout) not in QUICK_EXPERTS]
 REST = [(family, layout) for family in DENSE for layout in LAYOUTS if (family, layout) not in QUICK]
 

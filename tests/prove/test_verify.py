@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxtrain.cli import main
 from jaxtrain.config import CONFIG_ROOT, ConfigError, load_config, replace, validate
 from jaxtrain.data import IGNORE
 from jaxtrain.data.packing import PACKERS
+from jaxtrain.pipeline.schedule import MAKERS, plan_shape
 from jaxtrain.prove.compare import BOUNDS, Check, compare, guilty
 from jaxtrain.prove.layouts import DENSE, EXPERTS, FILE, PIPELINE, SEQUENCE, layout_of, names_of
 from jaxtrain.prove.measure import Outcome
@@ -105,6 +107,24 @@ def test_the_table_covers_what_it_should() -> None:
     )
 
 
+def test_pipelines_cover_every_schedule_and_every_partner() -> None:
+    small = shrink(load_config("models/mixtral_8x7b.yaml"))
+    rows = [layout_of(small, name, 8).config for name in (*PIPELINE, *EXPERTS) if "pipe=" in name]
+    met = {(c.mesh.pipe, c.pipeline.schedule, plan_shape(c.pipeline, c.mesh.pipe, 4).chunks) for c in rows}
+    assert {(stages, schedule) for stages, schedule, _ in met} == set(product((2, 4), MAKERS))
+    assert {(4, "zero_bubble", 2), (4, "zero_bubble", 1), (2, "zero_bubble", 1), (2, "zero_bubble", 2)} <= met
+    ratios = {c.train.accumulation / c.mesh.pipe for c in rows}
+    assert min(ratios) == 1 and max(ratios) == 4 and any(ratio % 1 for ratio in ratios)
+    partners = {(c.mesh.pipe, axis) for c in rows for axis, size in c.mesh.sizes.items() if size != 1}
+    assert partners >= set(product((2, 4), ("data", "tensor", "seq", "expert")))
+    presets = {preset for c in rows for preset in c.rules.preset}
+    assert presets >= {"ddp", "zero1", "zero2", "fsdp", "hybrid_fsdp", "tensor", "tensor_sequence"}
+    assert {c.attention.context for c in rows if c.mesh.seq > 1} == {"ring", "all_gather", "ulysses"}
+    assert {c.data.packing for c in rows} >= set(PACKERS)
+    assert sum(c.pipeline.stages != "auto" for c in rows) >= 3
+    assert {c.remat.every for c in rows} == {1, 2}
+
+
 def test_a_configurations_own_layout_keeps_its_rules_and_its_axes() -> None:
     config = shrink(load_config("llama3_405b"))
     layout = layout_of(config, FILE, 8)
@@ -171,8 +191,8 @@ def test_any_head_count_and_pattern_shrinks_to_a_valid_model(
 ) -> None:
     heads = {"n_heads": kv * group, "n_kv_heads": kv, "head_dim": 8}
     config = validate({"model": {"d_model": 64, **heads, "n_layers": layers, "windows": windows}})
-    small = shrink(config).model
-    assert small.n_heads <= min(24, config.model.n_heads) and small.n_layers <= min(10, layers)
+    small, pattern = shrink(config).model, math.lcm(2, len(windows))
+    assert small.n_heads <= min(24, config.model.n_heads) and small.n_layers == min(pattern * -(-8 // pattern), layers)
     assert len(small.windows) == len(windows)
 
 

@@ -1,0 +1,67 @@
+"""Microbatches that no stage, no row and no replica divides, or fewer than there are stages: the answer stays."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from runs import config_of, packed_rows, setup_of
+
+from jaxtrain.prove.compare import compare, guilty
+from jaxtrain.prove.measure import Bench, Outcome, newborn
+from jaxtrain.prove.verify import FAST_CPU
+from jaxtrain.train.setup import Setup
+
+LAYERS = 8
+PADDING = 3
+"""Rows of padding that are left out: the first kept is padding too, the second is unscored."""
+
+SCHEDULES = [("1f1b", 1), ("interleaved", 2), ("zero_bubble", 2)]
+MICROBATCHES = {"P < M, not a multiple": [(4, 6), (2, 3)], "M = 1": [(4, 1), (2, 1)], "M = P - 1": [(4, 3)]}
+CASES = [(stages, m, *schedule) for sizes in MICROBATCHES.values() for stages, m in sizes for schedule in SCHEDULES]
+QUICK = [(4, 6, "interleaved", 2), (2, 3, "1f1b", 1), (4, 3, "zero_bubble", 2), (2, 1, "zero_bubble", 2)]
+
+
+def rows_of(microbatches: int) -> dict[str, np.ndarray]:
+    """Two rows a microbatch, four where there is one."""
+    rows = max(2 * microbatches, 4)
+    return {name: field[PADDING:] for name, field in packed_rows(0, rows + PADDING).items()}
+
+
+def bench(rows: int, devices: int, scale: float, **more: dict[str, Any]) -> tuple[Setup, Bench]:
+    train = {"global_batch": rows, "z_loss": 1e-2, **more.pop("train", {})}
+    config = config_of(model={"n_layers": LAYERS}, optimizer={"clip_norm": 0.5}, train=train, **more)
+    setup = setup_of(config.model_copy(update={"xla": FAST_CPU}), devices)
+    return setup, Bench(setup, scale)
+
+
+@cache
+def alone(microbatches: int) -> tuple[Any, Outcome]:
+    """A newborn state, and what one device makes of all rows at once."""
+    rows = rows_of(microbatches)
+    setup, plainly = bench(len(rows["tokens"]), 1, 1.0)
+    born = newborn(setup)
+    return born, plainly.run(born, [rows])
+
+
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "schedule", "chunks"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.prove) for case in CASES if case not in QUICK)],
+)
+def test_any_number_of_microbatches(stages: int, microbatches: int, schedule: str, chunks: int) -> None:
+    """Loss scale 3, two replicas: every leaf's gradient within 2e-5, and the clipped update that follows."""
+    rows = rows_of(microbatches)
+    born, want = alone(microbatches)
+    _, piped = bench(
+        len(rows["tokens"]), 2 * stages, 3.0, mesh={"data": 2, "pipe": stages},
+        pipeline={"schedule": schedule, "chunks": chunks}, train={"accumulation": microbatches},
+    )  # fmt: skip
+    got = piped.run(born, [rows])
+    checks = compare(got, want, born)
+    gradients = [check for check in checks if check.kind == "gradient"]
+    assert len(gradients) == len(jax.tree.leaves(born["params"])) and max(check.error for check in gradients) < 2e-5
+    assert guilty(checks) is None
+    assert want.sums[0]["scored"] > 0 and want.metrics[0]["grad_norm"] > 0.5, "nothing was clipped"
