@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import Axis, ConfigError, RulesConfig, nearest
-from jaxtrain.mesh.param import Param
+from jaxtrain.mesh.param import DEPTHS, Param
 
 Table = Mapping[str, tuple[Axis, ...]]
 
@@ -50,6 +50,8 @@ EXTRAS = ("optimizer", "gradients")
 NAMES: tuple[str, ...] = tuple(name for name in RulesConfig.model_fields if name not in {*_OPTIONS, *EXTRAS})
 WHOLE = "whole"
 """The name of a dim that no rule can shard."""
+UNRULED = (WHOLE, DEPTHS)
+"""Names that are no entry of the table."""
 ACTIVATION_ONLY = {"batch", "length", "residual_length", "hidden"}
 # The activations that a decoder constrains: their names must not claim one axis twice either.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
@@ -127,7 +129,7 @@ class Rules:
 
     def entry(self, name: str) -> Entry:
         """Axes, origin and overruled entries of a logical name; raises ConfigError for an unknown name."""
-        if name not in NAMES and name not in EXTRAS and name != WHOLE:
+        if name not in NAMES and name not in EXTRAS and name not in UNRULED:
             raise ConfigError(f"unknown logical name {name!r}{nearest(name, NAMES)}; names: {', '.join(NAMES)}")
         return self.entries.get(name, Entry((), NO_RULE))
 
@@ -184,7 +186,7 @@ def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = 
     effective = [[a for a in rules.axes(n) if sizes[a] > 1] if n in NAMES else [] for n in param.names]
     asked = "(" + ", ".join("+".join(axes) or "-" for axes in effective) + ")"
     for dim, (size, logical) in enumerate(zip(param.shape, param.names, strict=True)):
-        if logical not in NAMES and logical != WHOLE:
+        if logical not in NAMES and logical not in UNRULED:
             text = f"{name} {param.shape}: dimension {dim} has the unknown logical name {logical!r}"
             mend = f"{nearest(logical, NAMES)}; names: {', '.join(NAMES)}"
             findings.append(Finding("unknown", name, text + mend))

@@ -5,7 +5,7 @@ N mixture layers, X experts, P devices of an expert group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import comb
 from typing import Any
@@ -38,8 +38,11 @@ def needs_loads(config: ModelConfig) -> bool:
     return moe.experts > 0 and moe.balance == "batch" and moe.balance_weight > 0
 
 
-def balanced(params: Tree, config: ModelConfig, load_NX: jax.Array) -> Tree:
-    """`params` with each correction bias moved by bias_rate towards an even load (Wang et al. 2024, algorithm 1)."""
+def balanced(params: Tree, config: ModelConfig, load_NX: jax.Array, to_stack: Callable[[jax.Array], jax.Array]) -> Tree:
+    """`params` with each correction bias moved by bias_rate towards an even load (Wang et al. 2024, algorithm 1).
+
+    `to_stack` brings rows of layers into the order of their stack; other stacks lie in the order of their loads.
+    """
     rate = config.moe.bias_rate
     if rate is None:
         return params
@@ -47,6 +50,7 @@ def balanced(params: Tree, config: ModelConfig, load_NX: jax.Array) -> Tree:
     step_NX = rate * jnp.sign(jnp.mean(load_NX, axis=1, keepdims=True) - load_NX)
     for path, layers in mixture_layers(config).items():
         step = step_NX[at : (at := at + layers)]
+        step = to_stack(step) if path[0] == "layers" else step
         params = _changed(params, (*path, "router", "correction"), step)
     return params
 

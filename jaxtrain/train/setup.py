@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.config import Axis, ConfigError, ModelConfig, RunConfig, TrainConfig
+from jaxtrain.config import ConfigError, RunConfig, TrainConfig
 from jaxtrain.data import FIELDS, Phase, phases_of
 from jaxtrain.mesh.layout import Layout, bytes_per_device, extend_spec, flatten_paths, plan_layout
 from jaxtrain.mesh.param import Param
@@ -164,7 +164,6 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     Raises ConfigError where they do not fit together.
     """
     topology = build_topology(config.mesh, config.cluster, devices)
-    _check_further(config.model, topology)
     mesh = topology.mesh()
     model = plain = build(config.model)
     if topology.sizes["pipe"] > 1:
@@ -198,19 +197,6 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     optimizer = build_optimizer(config.optimizer, plain.params)
     step = Step(config, model, optimizer, layout, rules, mesh)
     return Setup(config, topology, mesh, model, rules, layout, plan, phases, tuple(plans), attention, step)
-
-
-def _check_further(model: ModelConfig, topology: Topology) -> None:
-    reasons: dict[Axis, str] = {
-        "seq": "further tokens are found by their place in a row, which context parallelism changes",
-        "pipe": "blocks that predict further tokens have no place in the stages",
-    }
-    for axis, reason in reasons.items():
-        if model.mtp and topology.sizes[axis] > 1:
-            raise ConfigError(
-                f"model.mtp is {model.mtp} and mesh.{axis} is {topology.sizes[axis]}: {reason}; "
-                f"set model.mtp: 0 or mesh.{axis}: 1"
-            )
 
 
 def plan_stages(config: RunConfig, model: Model, stages: int) -> Stages:

@@ -74,12 +74,6 @@ def test_mean_is_over_the_labels_of_each_depth(reference: Any) -> None:
     assert (labels[0] >= 0).sum() > (labels[1] >= 0).sum() > 0
 
 
-@pytest.mark.parametrize("axis", ["seq", "pipe"])
-def test_refused_where_places_or_stages_are_cut(axis: str) -> None:
-    with pytest.raises(ConfigError, match=rf"model\.mtp is 2 and mesh\.{axis} is 2.*set model\.mtp: 0"):
-        setup_of(config_of(**MODEL, mesh={axis: 2}))
-
-
 def test_segments_of_remat_are_refused_before_anything_is_built() -> None:
     model = {**MODEL["model"], "n_layers": 4}
     with pytest.raises(ConfigError, match=r"remat\.every 2.*use remat\.every 1"):
