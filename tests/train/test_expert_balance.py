@@ -64,7 +64,7 @@ def test_the_bias_moves_against_the_load_and_nothing_else_moves() -> None:
     router = {"correction": jnp.zeros((2, 8)), "weight": jnp.ones(3)}
     params = {"layers": {"mlp": {"router": router}}, "head": jnp.ones(2)}
     load = jnp.array([[5, 1, 3, 3, 3, 3, 3, 3], [0, 8, 0, 8, 0, 8, 0, 8]])
-    moved = balanced(params, config, load)
+    moved = balanced(params, config, load, lambda rows: rows)
     signs = np.array([[-1, 1, 0, 0, 0, 0, 0, 0], [1, -1] * 4])
     np.testing.assert_allclose(moved["layers"]["mlp"]["router"]["correction"], 0.004 * signs)
     np.testing.assert_array_equal(moved["layers"]["mlp"]["router"]["weight"], np.ones(3))
