@@ -11,11 +11,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import Axis, ConfigError, RulesConfig, nearest
@@ -251,6 +253,7 @@ class _Context:
     rules: Rules
     mesh: Mesh | AbstractMesh
     without: frozenset[str]
+    alike: tuple[Axis, ...] = ()
 
 
 _CONTEXT: ContextVar[_Context | None] = ContextVar("jaxtrain_rules", default=None)
@@ -260,6 +263,19 @@ _CONTEXT: ContextVar[_Context | None] = ContextVar("jaxtrain_rules", default=Non
 def use_rules(rules: Rules, mesh: Mesh | AbstractMesh, without: Iterable[str] = ()) -> Iterator[None]:
     """Let `constrain` act on `mesh` while tracing; axes in `without` belong to an enclosing vmap and are left out."""
     token = _CONTEXT.set(_Context(rules, mesh, frozenset(without)))
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
+
+
+@contextmanager
+def alike_along(*axes: Axis) -> Iterator[None]:
+    """Say that the devices along `axes` hold and compute the same: `manual` sums no gradients over them."""
+    context = _CONTEXT.get()
+    if context is None:
+        raise AssertionError("alike_along: no mesh here")
+    token = _CONTEXT.set(replace(context, alike=tuple(axis for axis in axes if context.mesh.shape[axis] > 1)))
     try:
         yield
     finally:
@@ -322,13 +338,59 @@ def active_mesh() -> Mesh | AbstractMesh | None:
 def manual(function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
     """`function` of each device's shards, in a shard_map that is manual over the whole mesh of `use_rules`.
 
-    `inputs` (a tuple, one entry an argument) and `outputs` are trees of PartitionSpec. Axes of an enclosing vmap are no
-    part of them: its spmd_axis_name adds them. Differentiate through the result, not inside of `function`.
+    `inputs` (a tuple, one entry an argument) and `outputs` are trees of PartitionSpec. Axes of an enclosing vmap, whose
+    spmd_axis_name adds them, and those of `alike_along` are no part of them. Differentiate through the result, not
+    inside of `function`.
     """
     context = _CONTEXT.get()
     if context is None:
         raise AssertionError("manual: no mesh here")
-    return jax.shard_map(function, mesh=context.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+    run = jax.shard_map(function, mesh=context.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+    if not context.alike:
+        return run
+    # A shard_map sums the gradient of what it does not cut over an axis over it: a dim of copies is cut, and is free.
+    each = jax.vmap(run, spmd_axis_name=context.alike)
+
+    def alike(*args: Any) -> Any:
+        return _map_specs(partial(_one, context), outputs, each(*_map_specs(partial(_each, context), inputs, args)))
+
+    return alike
+
+
+def _map_specs(function: Callable[[PartitionSpec, Any], Any], specs: Any, tree: Any) -> Any:
+    """`function` of each spec and the arrays of `tree` under it."""
+
+    def below(spec: PartitionSpec, part: Any) -> Any:
+        return jax.tree.map(partial(function, spec), part)
+
+    return jax.tree.map(below, specs, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _each(context: _Context, spec: PartitionSpec, x: jax.Array) -> jax.Array:
+    """Copies of x along a new first dim that is cut over axes whose devices are alike: each holds its own already."""
+    copies = math.prod(context.mesh.shape[axis] for axis in context.alike)
+    placed = NamedSharding(context.mesh, PartitionSpec(context.alike, *spec))
+    return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (copies, *x.shape)), placed)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _one(context: _Context, spec: PartitionSpec, x: jax.Array) -> jax.Array:
+    """The inverse of `_each`."""
+    cut = PartitionSpec(context.alike, *spec)
+    return jax.shard_map(lambda x: x[0], mesh=context.mesh, in_specs=cut, out_specs=spec, check_vma=False)(x)
+
+
+def _kept(function: Callable[..., jax.Array], context: _Context, spec: PartitionSpec, x: jax.Array) -> Any:
+    return function(context, spec, x), None
+
+
+def _back(function: Callable[..., jax.Array], context: _Context, spec: PartitionSpec, _: None, slope: jax.Array) -> Any:
+    return (function(context, spec, slope),)
+
+
+_each.defvjp(partial(_kept, _each), partial(_back, _one))
+_one.defvjp(partial(_kept, _one), partial(_back, _each))
 
 
 def make_spec(dims: Iterable[tuple[Axis, ...]]) -> PartitionSpec:

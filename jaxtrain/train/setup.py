@@ -229,11 +229,17 @@ def pipeline_notes(config: RunConfig, model: StagedModel, layout: Layout, schedu
             "pipeline: the backward pass computes a layer again from its kept input, as remat.policy full says: a "
             "pipeline has no other"
         )
+    itemsize = 4 if config.precision.compute == "float32" else 2
+    if config.model.mtp:
+        held = bytes_per_device(model.params["mtp"], layout.weights["mtp"], layout.sizes, itemsize)
+        notes.append(
+            f"pipeline: blocks of model.mtp {config.model.mtp} belong to no stage: all stages compute them alike "
+            f"when a microbatch leaves the last, and each device holds {held / 1e9:.3g} GB of their weights"
+        )
     gathered = tuple(axis for axis in layout.batch_axes if axis not in layout.deferred_axes)
     if gathered:
         sizes = {**layout.sizes, **dict.fromkeys(gathered, 1)}
         layers, specs = model.params[LAYERS], layout.weights[LAYERS]
-        itemsize = 4 if config.precision.compute == "float32" else 2
         bytes_of = partial(bytes_per_device, layers, specs, itemsize=itemsize)
         tick = (bytes_of(sizes=sizes) - bytes_of(sizes=layout.sizes)) / chunks
         ticks = sum(schedule.places(kind) for kind in "FBW")

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import Axis, RunConfig
 from jaxtrain.mesh.layout import Layout
-from jaxtrain.mesh.rules import Rules, use_rules
+from jaxtrain.mesh.rules import Rules, alike_along, use_rules
 from jaxtrain.nn.model import Model
 from jaxtrain.nn.mtp import further_labels
 from jaxtrain.numerics import scaling
@@ -248,7 +248,9 @@ class Step:
         objective = loss * (scale / totals["scored"])
         if not (further and self.config.model.mtp):
             return objective, sums
-        share, own, stats = self.model.further_loss(weights, x_BLD, rows, self.config.remat, totals, shards)
+        # Their blocks belong to no stage: each stage runs them for itself.
+        with alike_along("pipe"):
+            share, own, stats = self.model.further_loss(weights, x_BLD, rows, self.config.remat, totals, shards)
         objective += scale * (share + jnp.sum(stats.get("objective", 0.0)))
         return objective, {**sums, **own, FURTHER: stats}
 

@@ -13,7 +13,7 @@ from runs import config_of, packed_rows, setup_of, train_on, worst_relative_erro
 
 from jaxtrain.checkpoint import Checkpoints, digest
 from jaxtrain.config import ConfigError
-from jaxtrain.mesh.layout import flatten_paths
+from jaxtrain.mesh.layout import bytes_per_device, flatten_paths
 from jaxtrain.nn.mtp import further_labels
 from jaxtrain.optim import build_optimizer, decay_mask
 from jaxtrain.pipeline.stages import LAYERS
@@ -184,6 +184,10 @@ def test_blocks_of_further_tokens_belong_to_no_stage() -> None:
     layers, further = (flatten_paths(setup.layout.weights[name]) for name in (LAYERS, "mtp"))
     for path, spec in layers.items():
         assert spec[0] == "pipe" and further[f"block/{path}"] == jax.sharding.PartitionSpec(None, *spec[1:]), path
+    held = bytes_per_device(setup.model.params["mtp"], setup.layout.weights["mtp"], setup.topology.sizes, 4)
+    assert any(
+        "model.mtp 2 belong to no stage" in note and f"{held / 1e9:.3g} GB" in note for note in setup.layout.notes
+    )
     params = setup.model.params
     assert {param.names[0] for param in jax.tree.leaves(params["mtp"])} == {"depths"}
     decays = decay_mask(params)["mtp"]
