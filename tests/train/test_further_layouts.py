@@ -16,7 +16,6 @@ from jaxtrain.config import ConfigError
 from jaxtrain.mesh.layout import bytes_per_device, flatten_paths
 from jaxtrain.nn.mtp import further_labels
 from jaxtrain.optim import build_optimizer, decay_mask
-from jaxtrain.pipeline.stages import LAYERS
 from jaxtrain.train.batch import place
 from jaxtrain.train.setup import Setup
 
@@ -106,8 +105,8 @@ def gradients_of(setup: Setup) -> tuple[Any, dict[str, Any]]:
     """Gradients of 3 x the loss in the model's order of layers, and sums."""
     batch = place(BATCHES[0], 0, setup.plan, setup.batch_sharding)
     gradients, sums = jax.device_get(jax.jit(setup.step.gradients)(setup.create_state()["params"], batch, 3.0))
-    layers = jax.device_get(jax.tree.map(setup.model.from_stack, gradients[LAYERS]))
-    return {**gradients, LAYERS: layers}, sums
+    layers = jax.device_get(jax.tree.map(setup.model.from_stack, gradients["layers"]))
+    return {**gradients, "layers": layers}, sums
 
 
 @cache
@@ -181,7 +180,7 @@ def test_blocks_of_further_tokens_belong_to_no_stage() -> None:
     """Experts and widths are cut as those of layers, depths over nothing; each depth has moments of its own."""
     rules = {"preset": ["fsdp", "tensor"]}
     setup = on("mixtures", 8, pipe(2, 2, mesh={"expert": 2, "tensor": 2}, rules=rules))
-    layers, further = (flatten_paths(setup.layout.weights[name]) for name in (LAYERS, "mtp"))
+    layers, further = (flatten_paths(setup.layout.weights[name]) for name in ("layers", "mtp"))
     for path, spec in layers.items():
         assert spec[0] == "pipe" and further[f"block/{path}"] == jax.sharding.PartitionSpec(None, *spec[1:]), path
     held = bytes_per_device(setup.model.params["mtp"], setup.layout.weights["mtp"], setup.topology.sizes, 4)
