@@ -18,7 +18,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
 from jaxtrain.config import ConfigError, OptimizerConfig
-from jaxtrain.mesh.param import Param
+from jaxtrain.mesh.param import STACKS, Param
 
 
 def build_optimizer(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
@@ -103,7 +103,7 @@ def _adafactor(config: OptimizerConfig, params: Any) -> optax.GradientTransforma
     """Factoring and clipping must not mix layers: each size of stack is a group, mapped over its first dimension."""
     one = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
     stacked = optax.GradientTransformation(jax.vmap(one.init), jax.vmap(one.update))
-    groups = _map(lambda p: str(p.shape[0]) if p.names[:1] == ("layers",) else "single", params)
+    groups = _map(lambda p: str(p.shape[0]) if p.names and p.names[0] in STACKS else "single", params)
     names = set(jax.tree.leaves(groups))
     return optax.partition({name: one if name == "single" else stacked for name in names}, groups)
 
@@ -142,7 +142,7 @@ def _sides(param: Param) -> list[tuple[int, ...]]:
     """Dimensions of each side of a matrix: a head's two dimensions are one side, leading stacks are none."""
     sides: list[tuple[int, ...]] = []
     names = param.names
-    stacked = len(list(takewhile({"layers", "experts"}.__contains__, names)))
+    stacked = len(list(takewhile({*STACKS, "experts"}.__contains__, names)))
     for dim in range(stacked, len(names)):
         if names[dim] == "head_dim" and dim > stacked and names[dim - 1] in ("heads", "kv_heads"):
             sides[-1] += (dim,)

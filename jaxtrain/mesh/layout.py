@@ -15,7 +15,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxtrain.config import AXES, Axis
-from jaxtrain.mesh.param import Param
+from jaxtrain.mesh.param import STACKS, Param
 from jaxtrain.mesh.rules import (
     ACTIVATION_ONLY,
     EXTRAS,
@@ -134,7 +134,7 @@ def extend_spec(
     if not added:
         return spec
     local = local_shape(param.shape, spec, sizes)
-    order = sorted(range(len(dims)), key=lambda i: (param.names[i] == "layers", bool(dims[i]), -local[i]))
+    order = sorted(range(len(dims)), key=lambda i: (param.names[i] in STACKS, bool(dims[i]), -local[i]))
     extent = math.prod(sizes[axis] for axis in added)
     for i in order:
         if local[i] % extent == 0:
@@ -198,7 +198,7 @@ def _replicated(flat: Mapping[str, Param], resolved: Mapping[str, Resolved], rul
         null = any(not r.asked and r.origin == f"rules.{r.name}" for r in reasons)
         if size <= rules.replicated_limit or null or any(reason.axes or reason.note for reason in reasons):
             continue
-        names = ", ".join(f"rules.{n}" for n in dict.fromkeys(param.names) if n not in ("layers", WHOLE))
+        names = ", ".join(f"rules.{n}" for n in dict.fromkeys(param.names) if n not in (*STACKS, WHOLE))
         axes = ", ".join(axis for axis in AXES if axis in asked)
         findings.append(Finding(
             "replicated", name,
@@ -233,7 +233,7 @@ def _unextended(
 
 def _one_layer(param: Param) -> int:
     """Elements of a parameter, of one layer where layers are stacked: a stack is many parameters."""
-    return math.prod(n for n, name in zip(param.shape, param.names, strict=True) if name != "layers")
+    return math.prod(n for n, name in zip(param.shape, param.names, strict=True) if name not in STACKS)
 
 
 def _state_spec(

@@ -5,6 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+DEPTHS = "depths"
+"""The first dim of the blocks that predict further tokens: they belong to no stage, so that no rule shards it."""
+STACKS = ("layers", DEPTHS)
+"""Logical names of a first dim that stacks modules: each row is a parameter of its own."""
+
 
 @dataclass(frozen=True)
 class Param:

@@ -11,15 +11,17 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import Axis, ConfigError, RulesConfig, nearest
-from jaxtrain.mesh.param import Param
+from jaxtrain.mesh.param import DEPTHS, Param
 
 Table = Mapping[str, tuple[Axis, ...]]
 
@@ -50,6 +52,8 @@ EXTRAS = ("optimizer", "gradients")
 NAMES: tuple[str, ...] = tuple(name for name in RulesConfig.model_fields if name not in {*_OPTIONS, *EXTRAS})
 WHOLE = "whole"
 """The name of a dim that no rule can shard."""
+UNRULED = (WHOLE, DEPTHS)
+"""Names that are no entry of the table."""
 ACTIVATION_ONLY = {"batch", "length", "residual_length", "hidden"}
 # The activations that a decoder constrains: their names must not claim one axis twice either.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
@@ -127,7 +131,7 @@ class Rules:
 
     def entry(self, name: str) -> Entry:
         """Axes, origin and overruled entries of a logical name; raises ConfigError for an unknown name."""
-        if name not in NAMES and name not in EXTRAS and name != WHOLE:
+        if name not in NAMES and name not in EXTRAS and name not in UNRULED:
             raise ConfigError(f"unknown logical name {name!r}{nearest(name, NAMES)}; names: {', '.join(NAMES)}")
         return self.entries.get(name, Entry((), NO_RULE))
 
@@ -184,7 +188,7 @@ def spec_for(param: Param, rules: Rules, sizes: Mapping[Axis, int], name: str = 
     effective = [[a for a in rules.axes(n) if sizes[a] > 1] if n in NAMES else [] for n in param.names]
     asked = "(" + ", ".join("+".join(axes) or "-" for axes in effective) + ")"
     for dim, (size, logical) in enumerate(zip(param.shape, param.names, strict=True)):
-        if logical not in NAMES and logical != WHOLE:
+        if logical not in NAMES and logical not in UNRULED:
             text = f"{name} {param.shape}: dimension {dim} has the unknown logical name {logical!r}"
             mend = f"{nearest(logical, NAMES)}; names: {', '.join(NAMES)}"
             findings.append(Finding("unknown", name, text + mend))
@@ -249,6 +253,7 @@ class _Context:
     rules: Rules
     mesh: Mesh | AbstractMesh
     without: frozenset[str]
+    alike: tuple[Axis, ...] = ()
 
 
 _CONTEXT: ContextVar[_Context | None] = ContextVar("jaxtrain_rules", default=None)
@@ -258,6 +263,19 @@ _CONTEXT: ContextVar[_Context | None] = ContextVar("jaxtrain_rules", default=Non
 def use_rules(rules: Rules, mesh: Mesh | AbstractMesh, without: Iterable[str] = ()) -> Iterator[None]:
     """Let `constrain` act on `mesh` while tracing; axes in `without` belong to an enclosing vmap and are left out."""
     token = _CONTEXT.set(_Context(rules, mesh, frozenset(without)))
+    try:
+        yield
+    finally:
+        _CONTEXT.reset(token)
+
+
+@contextmanager
+def alike_along(*axes: Axis) -> Iterator[None]:
+    """Say that the devices along `axes` hold and compute the same: `manual` sums no gradients over them."""
+    context = _CONTEXT.get()
+    if context is None:
+        raise AssertionError("alike_along: no mesh here")
+    token = _CONTEXT.set(replace(context, alike=tuple(axis for axis in axes if context.mesh.shape[axis] > 1)))
     try:
         yield
     finally:
@@ -320,13 +338,59 @@ def active_mesh() -> Mesh | AbstractMesh | None:
 def manual(function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
     """`function` of each device's shards, in a shard_map that is manual over the whole mesh of `use_rules`.
 
-    `inputs` (a tuple, one entry an argument) and `outputs` are trees of PartitionSpec. Axes of an enclosing vmap are no
-    part of them: its spmd_axis_name adds them. Differentiate through the result, not inside of `function`.
+    `inputs` (a tuple, one entry an argument) and `outputs` are trees of PartitionSpec. Axes of an enclosing vmap, whose
+    spmd_axis_name adds them, and those of `alike_along` are no part of them. Differentiate through the result, not
+    inside of `function`.
     """
     context = _CONTEXT.get()
     if context is None:
         raise AssertionError("manual: no mesh here")
-    return jax.shard_map(function, mesh=context.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+    run = jax.shard_map(function, mesh=context.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+    if not context.alike:
+        return run
+    # A shard_map sums the gradient of what it does not cut over an axis over it: a dim of copies is cut, and is free.
+    each = jax.vmap(run, spmd_axis_name=context.alike)
+
+    def alike(*args: Any) -> Any:
+        return _map_specs(partial(_one, context), outputs, each(*_map_specs(partial(_each, context), inputs, args)))
+
+    return alike
+
+
+def _map_specs(function: Callable[[PartitionSpec, Any], Any], specs: Any, tree: Any) -> Any:
+    """`function` of each spec and the arrays of `tree` under it."""
+
+    def below(spec: PartitionSpec, part: Any) -> Any:
+        return jax.tree.map(partial(function, spec), part)
+
+    return jax.tree.map(below, specs, tree, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _each(context: _Context, spec: PartitionSpec, x: jax.Array) -> jax.Array:
+    """Copies of x along a new first dim that is cut over axes whose devices are alike: each holds its own already."""
+    copies = math.prod(context.mesh.shape[axis] for axis in context.alike)
+    placed = NamedSharding(context.mesh, PartitionSpec(context.alike, *spec))
+    return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (copies, *x.shape)), placed)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _one(context: _Context, spec: PartitionSpec, x: jax.Array) -> jax.Array:
+    """The inverse of `_each`."""
+    cut = PartitionSpec(context.alike, *spec)
+    return jax.shard_map(lambda x: x[0], mesh=context.mesh, in_specs=cut, out_specs=spec, check_vma=False)(x)
+
+
+def _kept(function: Callable[..., jax.Array], context: _Context, spec: PartitionSpec, x: jax.Array) -> Any:
+    return function(context, spec, x), None
+
+
+def _back(function: Callable[..., jax.Array], context: _Context, spec: PartitionSpec, _: None, slope: jax.Array) -> Any:
+    return (function(context, spec, slope),)
+
+
+_each.defvjp(partial(_kept, _each), partial(_back, _one))
+_one.defvjp(partial(_kept, _one), partial(_back, _each))
 
 
 def make_spec(dims: Iterable[tuple[Axis, ...]]) -> PartitionSpec:

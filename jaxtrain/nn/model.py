@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.config import ModelConfig, RematConfig
-from jaxtrain.mesh.param import Param
+from jaxtrain.mesh.param import DEPTHS, Param
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.block import Stats
 from jaxtrain.nn.decoder import Decoder, check_segments, layer_data, layer_stacks
@@ -153,12 +153,13 @@ def build(config: ModelConfig) -> Model:
     """
     check_latent(config)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
-    params = nnx.to_pure_dict(jax.tree.map(_describe, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
-    return Model(config, graph, params)
+    described = jax.tree.map_with_path(_describe, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return Model(config, graph, nnx.to_pure_dict(described))
 
 
-def _describe(variable: nnx.Variable[Any]) -> Param:
+def _describe(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> Param:
     shape = variable.get_value().shape
     names = variable.get_metadata("names")
     # Stacking the blocks put one dim before those that the module named.
-    return Param(shape, ("layers",) * (len(shape) - len(names)) + names)
+    stack = DEPTHS if path[0].key == "mtp" else "layers"
+    return Param(shape, (stack,) * (len(shape) - len(names)) + names)

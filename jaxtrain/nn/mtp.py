@@ -8,15 +8,18 @@ B batch, L length, D model, E twice D, K depths.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.mesh.rules import constrain
+from jaxtrain.mesh.rules import active_axes, active_mesh, constrain
 from jaxtrain.nn.block import Block, Stats, normalise
 from jaxtrain.nn.layers import Flow, Linear, Norm, Totals
 from jaxtrain.ops.loss import IGNORE
+from jaxtrain.ops.zigzag import places_after
 
 
 class Further(nnx.Module):
@@ -41,14 +44,17 @@ class Further(nnx.Module):
 
 
 def further_fields(depth: int, segments_BL: jax.Array, *fields: tuple[jax.Array, int]) -> tuple[jax.Array, ...]:
-    """Each field [..., L] `depth` places further in the same document, where there is such a place, else its filler.
+    """Each field [..., L] `depth` tokens further in the same document, where there is such a token, else its filler.
 
-    With segments as a field, what has no further place becomes padding: nothing attends to it and no router counts it.
+    Rows lie as the devices of "length" hold them (ops/zigzag.py); a token's further fields lie where it does. With
+    segments as a field, what has no further token becomes padding: nothing attends to it and no router counts it.
     """
+    mesh = active_mesh()
+    devices = math.prod(mesh.shape[axis] for axis in active_axes("length")) if mesh is not None else 1
+    places_L, there_L = places_after(segments_BL.shape[-1], devices, depth)
 
     def shifted(field_BL: jax.Array, fill: int) -> jax.Array:
-        rest = jnp.full_like(field_BL[..., :depth], fill)
-        return jnp.concatenate([field_BL[..., depth:], rest], axis=-1)
+        return jnp.where(there_L, jnp.take(field_BL, places_L, axis=-1), fill)
 
     inside_BL = (shifted(segments_BL, 0) == segments_BL) & (segments_BL > 0)
     return tuple(jnp.where(inside_BL, shifted(field_BL, fill), fill) for field_BL, fill in fields)

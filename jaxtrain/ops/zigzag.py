@@ -24,6 +24,16 @@ def row_order(length: int, devices: int) -> NDArray[np.int64]:
     return np.concatenate([chunks[list(chunks_of(place, devices))].ravel() for place in range(devices)])
 
 
+def places_after(length: int, devices: int, by: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Where the token `by` further in the row is stored, for each stored token, and whether the row has it [length].
+
+    A token without one has its own place.
+    """
+    order = row_order(length, devices) if devices > 1 else np.arange(length)
+    there = order + by < length
+    return np.argsort(order)[np.where(there, order + by, order)], there
+
+
 def padded_length(length: int, devices: int, multiple: int = 1) -> int:
     """The least length from `length` up that both 2 x devices and `multiple` divide; one device needs no padding."""
     step = int(np.lcm(2 * devices, multiple)) if devices > 1 else 1

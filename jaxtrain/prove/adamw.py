@@ -13,7 +13,7 @@ from jaxtrain.config import ModelConfig, OptimizerConfig
 from jaxtrain.data import IGNORE
 from jaxtrain.data.packing import Batch
 from jaxtrain.mesh.layout import flatten_paths
-from jaxtrain.mesh.param import Param
+from jaxtrain.mesh.param import STACKS, Param
 from jaxtrain.nn.decoder import mixture_layers
 from jaxtrain.prove.measure import Bench, Outcome
 from jaxtrain.train.setup import Setup
@@ -78,7 +78,7 @@ def _rate(config: OptimizerConfig, updates: int, update: int) -> float:
 
 def _decays(param: Param) -> bool:
     """Matrices: what has two dims beside stacks, the heads and their width being one."""
-    names = [name for name in param.names if name not in ("layers", "experts")]
+    names = [name for name in param.names if name not in (*STACKS, "experts")]
     return len(names) - ("heads" in names or "kv_heads" in names) >= 2
 
 

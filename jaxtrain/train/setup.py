@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.config import Axis, ConfigError, ModelConfig, RunConfig, TrainConfig
+from jaxtrain.config import ConfigError, RunConfig, TrainConfig
 from jaxtrain.data import FIELDS, Phase, phases_of
 from jaxtrain.mesh.layout import Layout, bytes_per_device, extend_spec, flatten_paths, plan_layout
 from jaxtrain.mesh.param import Param
@@ -166,7 +166,6 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     Raises ConfigError where they do not fit together.
     """
     topology = build_topology(config.mesh, config.cluster, devices)
-    _check_further(config.model, topology)
     mesh = topology.mesh()
     model = plain = build(config.model)
     if topology.sizes["pipe"] > 1:
@@ -203,19 +202,6 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     return Setup(config, topology, mesh, model, rules, layout, plan, phases, tuple(plans), attention, step)
 
 
-def _check_further(model: ModelConfig, topology: Topology) -> None:
-    reasons: dict[Axis, str] = {
-        "seq": "further tokens are found by their place in a row, which context parallelism changes",
-        "pipe": "blocks that predict further tokens have no place in the stages",
-    }
-    for axis, reason in reasons.items():
-        if model.mtp and topology.sizes[axis] > 1:
-            raise ConfigError(
-                f"model.mtp is {model.mtp} and mesh.{axis} is {topology.sizes[axis]}: {reason}; "
-                f"set model.mtp: 0 or mesh.{axis}: 1"
-            )
-
-
 def plan_stages(config: RunConfig, model: Model, stages: int) -> Stages:
     """Which layers of `model` lie on which of `stages` stages; raises ConfigError where they cannot be cut so."""
     chunks = plan_shape(config.pipeline, stages, config.pipeline.microbatches or 1).chunks
@@ -236,11 +222,17 @@ def pipeline_notes(config: RunConfig, model: StagedModel, layout: Layout, schedu
             "pipeline: remat.policy none is taken for full, the backward pass computes a layer again from its kept "
             "input; dots and names keep more of it"
         )
+    itemsize = 4 if config.precision.compute == "float32" else 2
+    if config.model.mtp:
+        held = bytes_per_device(model.params["mtp"], layout.weights["mtp"], layout.sizes, itemsize)
+        notes.append(
+            f"pipeline: blocks of model.mtp {config.model.mtp} belong to no stage: all stages compute them alike "
+            f"when a microbatch leaves the last, and each device holds {held / 1e9:.3g} GB of their weights"
+        )
     gathered = tuple(axis for axis in layout.batch_axes if axis not in layout.deferred_axes)
     if gathered:
         sizes = {**layout.sizes, **dict.fromkeys(gathered, 1)}
         layers, specs = ({stack: tree[stack] for stack in model.stages.rows} for tree in (model.params, layout.weights))
-        itemsize = 4 if config.precision.compute == "float32" else 2
         bytes_of = partial(bytes_per_device, layers, specs, itemsize=itemsize)
         tick = (bytes_of(sizes=sizes) - bytes_of(sizes=layout.sizes)) / chunks
         ticks = sum(schedule.places(kind) for kind in "FBW")

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import Axis, RunConfig
 from jaxtrain.mesh.layout import Layout
-from jaxtrain.mesh.rules import Rules, use_rules
+from jaxtrain.mesh.rules import Rules, alike_along, use_rules
 from jaxtrain.nn.model import Model
 from jaxtrain.nn.mtp import further_labels
 from jaxtrain.numerics import scaling
@@ -45,6 +45,9 @@ from jaxtrain.train.state import State
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]
 Tree = Any
+
+FURTHER = "further"
+"""Among the sums of a head: what the blocks that predict further tokens report, each a row a depth."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,8 @@ class Step:
         counts = {"scored": batch["labels"] != IGNORE, "tokens": real, "rows": jnp.any(real, axis=-1)}
         totals = {name: jnp.maximum(jnp.sum(each, dtype=jnp.int32), 1) for name, each in counts.items()}
         if depths := self.config.model.mtp:
-            scored = further_labels(batch["labels"], batch["segments"], depths) != IGNORE
+            with use_rules(self.rules, self.mesh):
+                scored = further_labels(batch["labels"], batch["segments"], depths) != IGNORE
             totals["mtp_scored"] = jnp.maximum(jnp.sum(scored, axis=(1, 2, 3), dtype=jnp.int32), 1)
         return totals
 
@@ -173,7 +177,8 @@ class Step:
         def replica(weights: Tree, batch: Batch) -> tuple[Tree, Sums]:
             with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
                 head = partial(self._head, totals=totals, scale=scale)
-                return self._pipeline(model, weights, batch, totals).gradients(schedule, head, scale)
+                gradients, sums = self._pipeline(model, weights, batch, totals).gradients(schedule, head, scale)
+            return gradients, _joined(sums)
 
         if self.replicas > 1:
             replica = jax.vmap(replica, in_axes=(None, 1), spmd_axis_name=self.layout.deferred_axes)
@@ -196,49 +201,57 @@ class Step:
         return needs_loads(self.config.model) and (accumulation > 1 or bool(self.layout.deferred_axes))
 
     def _forward(self, weights: Tree, batch: Batch, totals: Tree, *names: str) -> Sums:
-        """Some of the sums over a [A, B, L] batch, without gradients."""
+        """Some of the sums over a [A, B, L] batch, without gradients; further tokens only where loads are wanted."""
+        further = "load" in names
         if isinstance(self.model, StagedModel):
-            head = partial(self._head, totals=totals, scale=1.0)
+            head = partial(self._head, totals=totals, scale=1.0, further=further)
             with use_rules(self.rules, self.mesh), use_attention(self.config):
                 pipeline = self._pipeline(self.model, weights, batch, totals)
-                sums = pipeline.forward(forward_schedule(self._shape(self.model, batch)), head)
+                sums = _joined(pipeline.forward(forward_schedule(self._shape(self.model, batch)), head))
             return {name: sums[name] for name in names}
 
         def body(_: None, rows: Batch) -> tuple[None, Sums]:
             with use_rules(self.rules, self.mesh), use_attention(self.config):
-                sums = self._objective(weights, rows, totals, 1.0)[1]
+                sums = self._objective(weights, rows, totals, 1.0, further)[1]
             return None, {name: sums[name] for name in names}
 
         return {name: jnp.sum(s, axis=0) for name, s in _scan(body, None, batch)[1].items()}
 
-    def _objective(self, weights: Tree, rows: Batch, totals: Tree, scale: jax.Array | float) -> tuple[jax.Array, Sums]:
+    def _objective(
+        self, weights: Tree, rows: Batch, totals: Tree, scale: jax.Array | float, further: bool = True
+    ) -> tuple[jax.Array, Sums]:
         """A microbatch's share of scale x (mean loss + auxiliary losses), and its sums."""
         x_BLD, stats = self.model.hidden(
             weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat, totals
         )
-        objective, sums = self._score(weights, x_BLD, rows, totals, scale)
-        if self.config.model.mtp:
-            shards = self._batch_shards
-            share, further, layers = self.model.further_loss(weights, x_BLD, rows, self.config.remat, totals, shards)
-            objective, sums = objective + scale * share, sums | further
-            stats = {name: jnp.concatenate([value, layers[name]]) for name, value in stats.items()}
-        return objective + scale * jnp.sum(stats.get("objective", 0.0)), sums | stats
+        objective, sums = self._score(weights, x_BLD, rows, totals, scale, further)
+        return objective + scale * jnp.sum(stats.get("objective", 0.0)), _joined(sums | stats)
 
     def _head(
-        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Sums, scale: jax.Array | float
-    ) -> tuple[jax.Array, Sums]:
+        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Tree, scale: jax.Array | float, further: bool = True
+    ) -> tuple[jax.Array, Tree]:
         """`_score` of the residual stream as the last layer leaves it."""
-        return self._score(weights, self.model.leave(weights, x_BLD), rows, totals, scale)
+        return self._score(weights, self.model.leave(weights, x_BLD), rows, totals, scale, further)
 
     def _score(
-        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Sums, scale: jax.Array | float
-    ) -> tuple[jax.Array, Sums]:
-        """A microbatch's share of scale x mean loss, and its sums."""
+        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Tree, scale: jax.Array | float, further: bool
+    ) -> tuple[jax.Array, Tree]:
+        """A microbatch's share of scale x mean loss, that of `further` tokens included, and its sums.
+
+        What the further blocks report stands apart, under FURTHER.
+        """
         softcap, z_weight = self.config.model.logit_softcap, self.config.train.z_loss
         head_DV, shards = self.model.head(weights), self._batch_shards
         loss, sums = loss_sums(x_BLD, head_DV, rows["labels"], softcap, shards, z_weight)
         # One factor: a float16 cotangent keeps the size of a token's share.
-        return loss * (scale / totals["scored"]), sums
+        objective = loss * (scale / totals["scored"])
+        if not (further and self.config.model.mtp):
+            return objective, sums
+        # Their blocks belong to no stage: each stage runs them for itself.
+        with alike_along("pipe"):
+            share, own, stats = self.model.further_loss(weights, x_BLD, rows, self.config.remat, totals, shards)
+        objective += scale * (share + jnp.sum(stats.get("objective", 0.0)))
+        return objective, {**sums, **own, FURTHER: stats}
 
     @property
     def replicas(self) -> int:
@@ -279,6 +292,16 @@ class Step:
         return jax.tree.map(
             lambda leaf, spec: lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec)), tree, specs
         )
+
+
+def _joined(sums: Tree) -> Sums:
+    """Sums in which the rows of the blocks that predict further tokens follow those of the layers."""
+    further = sums.get(FURTHER, {})
+    return {
+        name: jnp.concatenate([value, further[name]]) if name in further else value
+        for name, value in sums.items()
+        if name != FURTHER
+    }
 
 
 def _scan(body: Callable[..., Any], carry: Any, xs: Batch) -> Any:

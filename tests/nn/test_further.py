@@ -10,9 +10,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config import ModelConfig, RematConfig
+from jaxtrain.config import AXES, ModelConfig, RematConfig, RulesConfig
+from jaxtrain.mesh.rules import resolve_rules, use_rules
 from jaxtrain.nn.model import build
 from jaxtrain.nn.mtp import further_fields, further_labels
+from jaxtrain.ops.zigzag import row_order
 
 CONFIG = ModelConfig.model_validate({
     "vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 24, "max_length": 32, "mtp": 2,
@@ -49,6 +51,22 @@ def test_fields_further_on_stay_in_the_document(sizes, padding, depth, seed):
             for i in range(start, end - depth):
                 want[0, i] = rows[name][0, i + depth]
         np.testing.assert_array_equal(field, want, err_msg=name)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.sampled_from([2, 4]), st.integers(1, 3), st.integers(1, 5), st.data())
+def test_fields_of_rows_that_devices_share_lie_where_their_tokens_do(devices, chunk, depth, data):
+    length = 2 * devices * chunk
+    sizes = data.draw(st.lists(st.integers(1, length), max_size=4).filter(lambda sizes: sum(sizes) <= length))
+    rows, order = row(sizes, length), row_order(length, devices)
+    want = further_fields(depth, rows["segments"], (rows["tokens"], 0), (rows["labels"], -1))
+    shape = [devices if axis == "seq" else 1 for axis in AXES]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]).reshape(shape), AXES)
+    stored = {name: field[:, order] for name, field in rows.items()}
+    with use_rules(resolve_rules(RulesConfig()), mesh):
+        got = further_fields(depth, stored["segments"], (stored["tokens"], 0), (stored["labels"], -1))
+    for field, plain in zip(got, want, strict=True):
+        np.testing.assert_array_equal(field, plain[:, order])
 
 
 def test_worked_example():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.ops.zigzag import padded_length, row_order, scored_blocks
+from jaxtrain.ops.zigzag import padded_length, places_after, row_order, scored_blocks
 
 
 def test_worked_value_of_two_devices() -> None:
@@ -46,3 +46,18 @@ def test_padding_is_the_least_that_divides(length: int, devices: int, multiple: 
     got = padded_length(length, devices, multiple)
     fits = [n for n in range(length, length + 2 * devices * multiple) if n % (2 * devices) == n % multiple == 0]
     assert got == (fits[0] if devices > 1 else length)
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 20))
+def test_what_follows_a_token_is_found_where_it_is_stored(devices: int, chunk: int, by: int) -> None:
+    length = 2 * devices * chunk
+    order = row_order(length, devices)
+    places, there = places_after(length, devices, by)
+    row = np.arange(length) * 3
+    np.testing.assert_array_equal(there, order + by < length)
+    np.testing.assert_array_equal(row[order][places][there], row[order[there] + by])
+    np.testing.assert_array_equal(places[~there], np.arange(length)[~there])
+
+
+def test_a_row_of_one_device_may_have_any_length() -> None:
+    np.testing.assert_array_equal(places_after(5, 1, 2)[0], [2, 3, 4, 3, 4])
