@@ -130,7 +130,7 @@ class Attention(nnx.Module):
         out_BLHE = attention.attend(
             q_BLHE, k_BLKE, v_BLKE, flow.segments_BL, flow.positions_BL, window, self.softcap, self.scale, sinks_H
         )
-        return self.out(tag(constrain(out_BLHE, "batch", "length", "heads", "head_dim"), "attention_out"))
+        return self.out(constrain(out_BLHE, "batch", "length", "heads", "head_dim"))
 
     @staticmethod
     def _place(

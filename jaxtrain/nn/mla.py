@@ -78,7 +78,7 @@ class LatentAttention(nnx.Module):
         out_BLHV = attention.attend(
             q_BLHE, k_BLHE, v_BLHV, flow.segments_BL, flow.positions_BL, window, self.softcap, self.scale, None
         )
-        return self.out(tag(_heads(out_BLHV), "attention_out"))
+        return self.out(_heads(out_BLHV))
 
     def _queries(self, x_BLD: jax.Array) -> jax.Array:
         if hasattr(self, "query"):

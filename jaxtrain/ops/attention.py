@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxtrain.config import AttentionConfig, ConfigError, RunConfig
+from jaxtrain.config import AttentionConfig, Axis, ConfigError, RunConfig
 from jaxtrain.mesh.rules import active_axes, active_mesh, dividing_axes, make_spec, manual
+from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import blocks, context
 from jaxtrain.ops.blocks import HIDDEN, Places, Window, visible
 from jaxtrain.ops.kernels import CUDNN, MOSAIC, TILES, Kept, Kernel, Score, Sight, first_keys
 from jaxtrain.ops.plain import is_plain
+from jaxtrain.ops.twoway import two_passes
 
 DENSE_LENGTH = 1024
 """Rows up to this length are fastest with all scores at once on a CPU."""
@@ -207,7 +209,7 @@ def attend(
     score = Score(window, softcap, E**-0.5 if scale is None else scale)
     places = Places(segments_BL, positions_BL)
     if kernel is None:
-        out_BLHV = dense(q_BLHE, k_BLKE, v_BLKV, places, score, sinks_H)
+        out_BLHV = tag(dense(q_BLHE, k_BLKE, v_BLKV, places, score, sinks_H), "attention_out")
     elif way is not None:
         out_BLHV = context.attend(q_BLHE, k_BLKE, v_BLKV, *places, score, sinks_H, way, kernel)
     else:
@@ -247,53 +249,50 @@ def _by_device(
     """A kernel on each device's rows and heads: no partitioner looks into it."""
     # A window that is a number stays one, so that a kernel can skip what lies behind it.
     traced = score.window if isinstance(score.window, jax.Array) else None
-    run = partial(_whole_rows, kernel, score if traced is None else score._replace(window=None))
-    mesh = active_mesh()
-    if mesh is None:
-        return run(q_BLHE, k_BLKE, v_BLKV, sinks_H, places, traced)
+    static = score if traced is None else score._replace(window=None)
     B, _, H, _ = q_BLHE.shape
-    batch, heads = dividing_axes("batch", B), dividing_axes("heads", H)
-    shards = math.prod(mesh.shape[axis] for axis in heads)
-    K = k_BLKE.shape[2]
-    # Fewer kv heads than shards: each device takes the one that its query heads share.
-    k_BLKE, v_BLKV = (jnp.repeat(x, math.lcm(K, shards) // K, axis=2) for x in (k_BLKE, v_BLKV))
-    rows, by_head = make_spec([batch]), make_spec([batch, (), heads])
-    inputs = by_head, by_head, by_head, make_spec([heads]), rows, PartitionSpec()
-    return manual(run, inputs, by_head)(q_BLHE, k_BLKE, v_BLKV, sinks_H, places, traced)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _whole_rows(
-    kernel: Kernel, static: Score, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, places: Places,
-    window: Window,
-) -> jax.Array:  # fmt: skip
-    return _forward(kernel, static, q, k, v, sinks, places, window)[0]
+    mesh, batch, heads = active_mesh(), dividing_axes("batch", B), dividing_axes("heads", H)
+    forward: Callable[..., Any] = partial(_forward, kernel, static)
+    backward: Callable[..., Any] = partial(_backward, kernel, static, batch)
+    if mesh is not None:
+        shards = math.prod(mesh.shape[axis] for axis in heads)
+        K = k_BLKE.shape[2]
+        # Fewer kv heads than shards: each device takes the one that its query heads share.
+        k_BLKE, v_BLKV = (jnp.repeat(x, math.lcm(K, shards) // K, axis=2) for x in (k_BLKE, v_BLKV))
+        rows, by_head, of_heads = make_spec([batch]), make_spec([batch, (), heads]), make_spec([heads])
+        inputs = by_head, by_head, by_head, of_heads, rows, PartitionSpec()
+        outputs = by_head, make_spec([batch, heads])
+        forward = manual(forward, inputs, outputs)
+        backward = manual(backward, (inputs, *outputs, by_head), (by_head, by_head, by_head, of_heads, None, None))
+    # Who keeps the output (remat.names) need not attend again.
+    attention = two_passes(forward, backward, "attention_out")
+    return attention(q_BLHE, k_BLKE, v_BLKV, sinks_H, places, traced)
 
 
 def _forward(
     kernel: Kernel, static: Score, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, places: Places,
     window: Window,
-) -> tuple[jax.Array, Any]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     score = static if window is None else static._replace(window=window)
     out, lse = kernel.forward(q, k, v, _sight(places, score), score)
     if sinks is not None:
         out, lse = blocks.add_sinks(out.astype(jnp.float32), lse, sinks)
-    # Both under the name of the output: who keeps that (remat.names) need not attend again.
-    out, lse = (checkpoint_name(x, "attention_out") for x in (out.astype(q.dtype), lse))
-    return out, (q, k, v, sinks, places, window, out, lse)
+    return out.astype(q.dtype), lse
 
 
-def _backward(kernel: Kernel, static: Score, saved: Any, dout: jax.Array) -> tuple[Any, ...]:
-    q, k, v, sinks, places, window, out, lse = saved
+def _backward(
+    kernel: Kernel, static: Score, batch: tuple[Axis, ...], inputs: Any, out: jax.Array, lse: jax.Array, dout: jax.Array
+) -> tuple[Any, ...]:
+    q, k, v, sinks, places, window = inputs
     kept = Kept(out, lse, dout, blocks.row_delta(out, dout))
     score = static if window is None else static._replace(window=window)
     gradients = kernel.backward(q, k, v, kept, _sight(places, score), score)
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
-    dsinks = None if sinks is None else blocks.sinks_gradient(lse, kept.delta_BHP, sinks).astype(sinks.dtype)
+    dsinks = None
+    if sinks is not None:
+        dsinks = blocks.sinks_gradient(lse, kept.delta_BHP, sinks).astype(sinks.dtype)
+        dsinks = lax.psum(dsinks, batch) if batch else dsinks
     return dq, dk, dv, dsinks, None, None
-
-
-_whole_rows.defvjp(_forward, _backward)
 
 
 def _sight(places: Places, score: Score) -> Sight:

@@ -19,15 +19,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
 from jaxtrain.config import Axis
 from jaxtrain.mesh.rules import active_axes, active_mesh, dividing_axes, make_spec, manual
+from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import blocks
 from jaxtrain.ops.blocks import Places, Window
 from jaxtrain.ops.kernels import TILES, Kept, Kernel, Score, Sight, Triple, first_keys
+from jaxtrain.ops.twoway import two_passes
 
 Half = tuple[jax.Array, jax.Array]
 
@@ -319,7 +320,9 @@ def attend(
         to, back = (manual(partial(f, split), (by_head,), by_head) for f in (_heads_for_places, _places_for_heads))
         exchange, restore = _moves(to, back), _moves(back, to)
         q, k, v = exchange(q), exchange(k), exchange(v)
-        return restore(attention(q, k, v, Places(segments_BL, positions_BL), score.window, sinks_H))
+        out = attention(q, k, v, Places(segments_BL, positions_BL), score.window, sinks_H)
+        # Again under its name: what comes back need not be exchanged a second time either.
+        return tag(restore(out), "attention_out")
     return attention(q, k, v, Places(segments_BL, positions_BL), score.window, sinks_H)
 
 
@@ -362,18 +365,12 @@ def _differentiable(
     forward = manual(run, inputs, outputs)
     backward = manual(pull, (inputs, *outputs, by_head), (by_head, by_head, by_head, of_heads))
 
-    def keep(*inputs: Any) -> tuple[jax.Array, Any]:
-        # Named, so that a remat policy which keeps the output need not go around the ring again.
-        out, lse = (checkpoint_name(x, "attention_out") for x in forward(*inputs))
-        return out, (inputs, out, lse)
-
-    def gradients(kept: Any, dout: jax.Array) -> tuple[Any, ...]:
-        *dqkv, dsinks = backward(*kept, dout)
+    def gradients(inputs: Any, out: jax.Array, lse: jax.Array, dout: jax.Array) -> tuple[Any, ...]:
+        *dqkv, dsinks = backward(inputs, out, lse, dout)
         return (*dqkv, None, None, dsinks)
 
-    attention = jax.custom_vjp(lambda *inputs: forward(*inputs)[0])
-    attention.defvjp(keep, gradients)
-    return attention
+    # Who keeps the output (remat.names) need not go around the ring again.
+    return two_passes(forward, gradients, "attention_out")
 
 
 def _heads_for_places(split: Split, x: jax.Array) -> jax.Array:

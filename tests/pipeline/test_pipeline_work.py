@@ -104,6 +104,15 @@ def test_what_is_kept_is_not_computed_again(remat: dict[str, Any], saved: str) -
     assert full - kept == places * 2 * 2 * LENGTH * products[saved]
 
 
+def test_attention_whose_output_is_kept_is_not_computed_again() -> None:
+    """Output and denominator stay: no product of weights and values; scores the backward pass needs anyway."""
+    tiles = {"backend": "xla"}
+    remats = {"policy": "full"}, {"policy": "names", "names": ["attention_out"]}
+    full, kept = (executed(piped("1f1b", 4, remat=each, attention=tiles)) for each in remats)
+    model, places = piped("1f1b", 4).config.model, make_schedule("1f1b", Shape(2, 1, 4)).places("B")
+    assert full - kept == places * 2 * 2 * LENGTH * LENGTH * model.n_heads * model.width_of_head
+
+
 @dataclass(frozen=True, eq=False)
 class Counted(Model):
     """A model that counts how often it runs, not how often it is traced."""

@@ -67,6 +67,9 @@ PROVEN: dict[str, Sections] = {
     "pipe=2, interleaved, attention's output kept": pipe(
         2, 4, "interleaved", remat={"policy": "names", "names": ["attention_residual", "attention_out"]}
     ),
+    "pipe=2 x seq=2, zero bubble, the ring's output kept": pipe(
+        2, 4, "zero_bubble", mesh={"seq": 2}, remat={"policy": "names", "names": ["attention_out"]}
+    ),
     "pipe=2, zero bubble, dots": pipe(2, 4, "zero_bubble", remat={"policy": "dots"}),
     "pipe=2, zero bubble, names, remat of 2 layers, tensor": pipe(
         2,

@@ -31,7 +31,8 @@ def test_cudnn_where_rows_hold_one_document():
     report = compile_for(replace(BASE, "attention.backend=cudnn", "data.packing=none"), "h100_8x8", 16)
     assert any(note.startswith("attention: cudnn (") for note in report.notes), report.notes
     # Its FLOPs stand in the text: two products forward, five backward, of whole score matrices.
-    attention = sum(flops for source, flops in report.flops.by_source.items() if "ops/attention.py" in source)
+    passes = "ops/kernels.py", "ops/twoway.py"
+    attention = sum(n for source, n in report.flops.by_source.items() if any(each in source for each in passes))
     assert attention == 2 * 4 * 7 * 2 * 512 * 512 * 64  # layers x rows x products x a head's scores
     assert report.unknown == ()
 
