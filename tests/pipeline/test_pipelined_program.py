@@ -13,7 +13,7 @@ import jax
 import pytest
 from runs import config_of, setup_of
 
-from jaxtrain.config import validate
+from jaxtrain.config import load_config, validate
 from jaxtrain.plan.compile import compile_for
 from jaxtrain.plan.report import Report
 
@@ -68,6 +68,28 @@ def test_gradients_are_reduced_over_data_once_and_no_weight_is_gathered_in_a_tic
     for one in found.collectives:
         if "data" in one.axes:
             assert one.calls == 1, (one.kind, one.calls, one.op_name)
+
+
+@pytest.mark.prove
+def test_llama3_70b_on_64_devices() -> None:
+    """Tensor 8 x pipe 4 x data 2, two chunks a stage, 32 microbatches: what a pipeline promises, of the shipped run."""
+    found = compile_for(load_config("llama3_70b_pipe"), "h100_8x8", 64)
+    assert not found.unknown and found.memory.fits
+    assert found.flops.ratio <= 1.35
+    ticks = 2 * 32 + 3
+    across = [c for c in found.collectives if "pipe" in c.axes]
+    assert {c.kind for c in across} == {"collective-permute", "all-reduce"}
+    borders = [c for c in across if c.kind == "collective-permute"]
+    assert sum(c.calls for c in borders) == 2 * ticks
+    # A microbatch's rows cut over tensor: 8,192 x 8,192 x 2 bytes / 8.
+    assert {c.payload for c in borders} == {16 * 2**20}
+    for sender, receiver in (pair for border in borders for pair in border.groups):
+        assert (receiver // 8 - sender // 8) % 4 in (1, 3) and (sender - receiver) % 8 == 0
+    over_data = [c for c in found.collectives if c.axes == ("data",)]
+    assert {c.calls for c in over_data} == {1}
+    # Each device sends the gradients of its shard (4 stages x 8 of tensor) of all matrices, once.
+    reduced = sum(c.payload for c in over_data if c.kind in ("all-reduce", "reduce-scatter"))
+    assert reduced == pytest.approx(4 * found.parameters / 32, rel=0.02)
 
 
 @pytest.mark.prove
