@@ -104,6 +104,7 @@ def test_what_is_kept_is_not_computed_again(remat: dict[str, Any], saved: str) -
     assert full - kept == places * 2 * 2 * LENGTH * products[saved]
 
 
+@pytest.mark.prove
 def test_attention_whose_output_is_kept_is_not_computed_again() -> None:
     """Output and denominator stay: no product of weights and values; scores the backward pass needs anyway."""
     tiles = {"backend": "xla"}

@@ -60,7 +60,7 @@ def holds(model: dict[str, Any], layout: str) -> None:
     assert result.status == "passed", result
 
 
-@settings(max_examples=3, derandomize=True, **QUIET)
+@settings(max_examples=2, derandomize=True, **QUIET)
 @given(pipelines())
 def test_a_few_random_pipelines(drawn: tuple[dict[str, Any], str]) -> None:
     holds(*drawn)

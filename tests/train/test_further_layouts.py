@@ -50,7 +50,7 @@ def pipe(stages: int, microbatches: int, schedule: str = "1f1b", **sections: Any
 
 # name -> model, devices, layout
 LAYOUTS: dict[str, tuple[str, int, Sections]] = {
-    "seq=2 x expert=2": ("one depth", 4, {"mesh": {"seq": 2, "expert": 2}}),
+    "seq=2": ("dense", 2, {"mesh": {"seq": 2}}),
     "pipe=2 x expert=2": ("one depth", 4, pipe(2, 2, mesh={"expert": 2})),
 }
 PROVEN: dict[str, tuple[str, int, Sections]] = {
@@ -60,7 +60,7 @@ PROVEN: dict[str, tuple[str, int, Sections]] = {
          "remat": {"policy": "full"}},
     ),
     "seq=2 x expert=2 x data=2": ("deep", 8, {"mesh": {"seq": 2, "expert": 2}}),
-    "seq=2": ("dense", 2, {"mesh": {"seq": 2}}),
+    "seq=2 x expert=2": ("one depth", 4, {"mesh": {"seq": 2, "expert": 2}}),
     "seq=4 x data=2, all_gather": ("dense", 8, {"mesh": {"seq": 4}, "attention": {"context": "all_gather"}}),
     "seq=2, ulysses": ("deep", 2, {"mesh": {"seq": 2}, "attention": {"context": "ulysses"}}),
     "seq=2 x expert=2 x data=2, loads counted first": (
