@@ -81,7 +81,10 @@ class Chunk:
         return HOSTED if self.remat.policy == "offload" else ON_DEVICE
 
     def _kept(self, buffers: list[jax.Array], slot: jax.Array, n: jax.Array) -> list[jax.Array]:
-        return [self.hold.take(buffer, slot, n) for buffer in buffers]
+        x_BLD, *beside = (self.hold.take(buffer, slot, n) for buffer in buffers)
+        # What an idle place finds is of another microbatch than it sees: a softmax's denominator of hidden keys would
+        # make infinities of visible ones, and zero times those is no number.
+        return [x_BLD, *(jnp.where(slot >= 0, value, 0) for value in beside)]
 
     def _flow(self, positions_BL: jax.Array, segments_BL: jax.Array) -> Flow:
         return self.model.flow(self.weights, positions_BL, segments_BL, self.totals)
@@ -102,7 +105,7 @@ class Chunk:
                 for j, segment in enumerate(loop.segments):
                     part = self._part(own, chunk, segment, n)
                     if buffers is None:
-                        (x_BLD, _), stats = self._layers(segment, part.weights, x_BLD, part.data, part.real, flow)
+                        (x_BLD, _), stats = self._layers(segment, part, x_BLD, flow)
                     else:
                         x_BLD, values, stats = self._keep(segment, part, x_BLD, flow)
                         places = [self.hold.put(b, x, slot, n) for b, x in zip(buffers[j], values, strict=True)]
@@ -199,14 +202,14 @@ class Chunk:
     # One segment ----------------------------------------------------------------------------------------------------
 
     def _layers(
-        self, segment: Segment, weights: Tree, x_BLD: jax.Array, data: Tree, real: Tree, flow: Flow
+        self, segment: Segment, part: Own, x_BLD: jax.Array, flow: Flow
     ) -> tuple[tuple[jax.Array, jax.Array], Tree]:
         """Its layers in turn: ((x, their objective), stats by stack); a place without a layer passes x on."""
         objective, reports = jnp.float32(0), []
         at = dict.fromkeys(segment.stacks, 0)
         for stack in segment.stacks:
             i, block = at[stack], self.model.block(self.weights, stack)
-            layer, row, there = jax.tree.map(lambda a, i=i: a[i], (weights[stack], data[stack], real[stack]))
+            layer, row, there = jax.tree.map(lambda a, i=i: a[i], tuple(tree[stack] for tree in part))
             y_BLD, stats = block(self._pin_layer(stack, layer), x_BLD, flow, row)
             if not self.stages.real[stack].all():
                 y_BLD = jnp.where(there, y_BLD, x_BLD)
@@ -220,7 +223,7 @@ class Chunk:
         self, segment: Segment, part: Own, x_BLD: jax.Array, flow: Flow
     ) -> tuple[jax.Array, list[jax.Array], Tree]:
         with keeping(kept_names(self.remat)) as beside:
-            (y_BLD, _), stats = self._layers(segment, part.weights, x_BLD, part.data, part.real, flow)
+            (y_BLD, _), stats = self._layers(segment, part, x_BLD, flow)
         return y_BLD, [x_BLD, *beside], stats
 
     def _back(self, segment: Segment, known: Known, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Tree]:
@@ -228,7 +231,7 @@ class Chunk:
         own, flow, (x_BLD, *beside) = known
 
         def run(weights: Tree, x_BLD: jax.Array) -> Any:
-            return self._layers(segment, weights, x_BLD, own.data, own.real, flow)
+            return self._layers(segment, own._replace(weights=weights), x_BLD, flow)
 
         with given(kept_names(self.remat), beside):
             _, pull, _ = jax.vjp(run, own.weights, x_BLD, has_aux=True)

@@ -36,6 +36,7 @@ DENSE = (
     "tensor=2, rules.preset=[fsdp,tensor], train.accumulation=2, remat.policy=full, remat.every=2",
     "data=2, tensor=2, rules.preset=[fsdp,tensor_sequence], train.accumulation=4",
     "data=2, remat.policy=dots",
+    "data=2, rules.preset=[zero2], train.accumulation=2, remat.policy=offload",
     "data=2, remat.policy=names, remat.names=[qkv,mlp_hidden]",
     "data=2, data.packing=first_fit",
     "data=2, data.packing=best_fit, rules.preset=[fsdp]",
@@ -65,17 +66,18 @@ PIPELINE = (
     # With what shards the state.
     "pipe=4, pipeline.schedule=gpipe, rules.preset=[zero2], train.accumulation=8",
     "pipe=2, rules.preset=[fsdp], train.accumulation=4, remat.policy=full, remat.every=2",
-    "pipe=4, pipeline.schedule=zero_bubble, rules.preset=[zero1], train.accumulation=8",
+    "pipe=4, pipeline.schedule=zero_bubble, rules.preset=[zero1], train.accumulation=8, remat.policy=dots",
     "pipe=4, pipeline.schedule=zero_bubble, pipeline.chunks=2, rules.preset=[fsdp], train.accumulation=4",
     "pipe=2, tensor=2, pipeline.schedule=interleaved, rules.preset=[hybrid_fsdp], train.accumulation=2",
     # With tensor parallelism; microbatches that the stages do not divide.
     "pipe=4, tensor=2, rules.preset=[tensor], train.global_batch=24, train.accumulation=6",
-    "pipe=4, tensor=2, pipeline.schedule=interleaved, rules.preset=[zero1,tensor_sequence], train.accumulation=8",
+    "pipe=4, tensor=2, pipeline.schedule=interleaved, rules.preset=[zero1,tensor_sequence], train.accumulation=8,"
+    " remat.policy=offload",
     "pipe=2, tensor=2, pipeline.schedule=zero_bubble, pipeline.chunks=2, rules.preset=[zero2,tensor_sequence],"
     " train.global_batch=18, train.accumulation=3",
     "pipe=2, tensor=4, pipeline.schedule=gpipe, rules.preset=[tensor_sequence], train.accumulation=8",
     # With context parallelism.
-    "pipe=2, seq=2, rules.preset=[zero2], train.accumulation=4",
+    "pipe=2, seq=2, rules.preset=[zero2], train.accumulation=4, remat.policy=names, remat.names=[qkv,attention_out]",
     "pipe=4, seq=2, pipeline.schedule=zero_bubble, train.accumulation=8, remat.policy=full, remat.every=2",
     "pipe=2, seq=4, attention.context=all_gather, pipeline.schedule=interleaved, train.accumulation=4",
     "pipe=2, tensor=2, seq=2, attention.context=ulysses, pipeline.schedule=zero_bubble, train.accumulation=2",

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from runs import LENGTH, ROWS, config_of, packed_rows, setup_of, train_on, worst_relative_error
 
 from jaxtrain.config import ConfigError
+from jaxtrain.ops.loss import IGNORE
 from jaxtrain.pipeline.stages import Stages
 from jaxtrain.train.batch import place
 from jaxtrain.train.setup import Setup
@@ -104,11 +105,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def gradients_of(setup: Setup, scale: float = 3.0) -> tuple[Any, dict[str, Any]]:
-    """Gradients in the model's order of layers, and sums."""
+def gradients_of(setup: Setup, rows: Any = BATCHES[0]) -> tuple[Any, dict[str, Any]]:
+    """Gradients of 3 x the loss in the model's order of layers, and sums."""
     params = setup.create_state()["params"]
-    batch = place(BATCHES[0], 0, setup.plan, setup.batch_sharding)
-    gradients, sums = jax.device_get(jax.jit(setup.step.gradients)(params, batch, scale))
+    batch = place(rows, 0, setup.plan, setup.batch_sharding)
+    gradients, sums = jax.device_get(jax.jit(setup.step.gradients)(params, batch, 3.0))
     stages = getattr(setup.model, "stages", None)
     if stages is not None:
         for stack, real in stages.real.items():
@@ -119,11 +120,11 @@ def gradients_of(setup: Setup, scale: float = 3.0) -> tuple[Any, dict[str, Any]]
     return gradients, sums
 
 
-def check(sections: Sections, want: tuple[Any, dict[str, Any]]) -> None:
+def check(sections: Sections, want: tuple[Any, dict[str, Any]], rows: Any = BATCHES[0]) -> None:
     mesh = sections["mesh"]
     replicas = mesh.get("data", ROWS // sections["train"]["accumulation"])  # at most, a row each
-    devices = min(8, mesh["pipe"] * mesh.get("tensor", 1) * replicas)
-    got, sums = gradients_of(setup_of(config_of(**sections), devices))
+    devices = min(8, mesh["pipe"] * mesh.get("tensor", 1) * mesh.get("seq", 1) * replicas)
+    got, sums = gradients_of(setup_of(config_of(**sections), devices), rows)
     error, path = worst_relative_error(got, want[0])
     assert error < 2e-5, path
     assert sums["scored"] == want[1]["scored"]
@@ -139,6 +140,16 @@ def test_gradients_are_those_of_one_device(name: str, gradients: Any) -> None:
 @pytest.mark.parametrize("name", PROVEN)
 def test_gradients_are_those_of_one_device_everywhere(name: str, gradients: Any) -> None:
     check(PROVEN[name], gradients("plain"))
+
+
+def test_what_an_idle_place_finds_makes_no_infinities() -> None:
+    """A row of padding hides all keys: its denominator, kept, meets visible ones of another microbatch."""
+    rows = {name: field.copy() for name, field in BATCHES[0].items()}
+    for name, field in rows.items():
+        field[-2:] = IGNORE if name == "labels" else 0
+    kept = {"policy": "names", "names": ["attention_out"]}
+    want = gradients_of(setup_of(config_of(), devices=1), rows)
+    check(pipe(2, 4, mesh={"data": 1, "seq": 2}, remat=kept), want, rows)
 
 
 MIXED = {
