@@ -102,8 +102,8 @@ def check(way: str, mesh: Mesh, score: Score, sinks: bool, deferred: bool = Fals
         ("out", "dq", "dk", "dv", "dsinks"), both(split(way, mesh, score, deferred)), want, strict=False
     ):
         assert np.isfinite(a).all(), name
-        # A window of one leaves gradients of q and k that are zero in exact arithmetic.
-        assert np.abs(a - b).max() <= 5e-6 * max(np.abs(b).max(), 1), name
+        # A window of one leaves gradients of q and k that are zero in exact arithmetic: terms of a few units cancel.
+        assert np.abs(a - b).max() <= 5e-6 * max(np.abs(b).max(), 2), name
 
 
 PLAIN = Score(None, None, E**-0.5)
