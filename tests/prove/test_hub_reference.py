@@ -17,6 +17,7 @@ from jaxtrain.prove.reference import ReferenceResult, batch_of, check
 
 LAYOUTS = {
     "one device": [],
+    "seq=2": ["mesh.seq=2"],
     "tensor=2 x data=2, fsdp": ["mesh.data=2", "mesh.tensor=2", "rules.preset=[fsdp,tensor_sequence]"],
     "data=4, zero2": ["mesh.data=4", "rules.preset=[zero2]"],
     "pipe=2": ["mesh.pipe=2"],
@@ -27,7 +28,7 @@ LAYOUTS = {
 # Every family and every kind of layout is met in the quick tests, every pair in the proofs.
 QUICK = [
     ("llama", "tensor=2 x data=2, fsdp"), ("llama3_rope", "one device"), ("mistral", "one device"),
-    ("qwen2", "data=4, zero2"), ("qwen3", "one device"), ("gpt2", "data=4, zero2"),
+    ("qwen2", "data=4, zero2"), ("qwen3", "seq=2"), ("gpt2", "data=4, zero2"),
     ("llama3_rope", "pipe=2"),
 ]  # fmt: skip
 EXPERTS = {
