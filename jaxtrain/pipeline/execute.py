@@ -11,7 +11,7 @@ Legend: P stages, v chunks, J' places of a chunk for layers of one stack, M micr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,13 +22,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxtrain.config import RematConfig
 from jaxtrain.mesh.rules import active_mesh, constrain
-from jaxtrain.nn.layers import Totals
-from jaxtrain.nn.model import KEEP_ALL, Model
-from jaxtrain.pipeline.buffers import RESIDUAL
+from jaxtrain.pipeline.buffers import ON_DEVICE, RESIDUAL, Hold
 from jaxtrain.pipeline.chunk import Chunk, Own, pin
-from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Schedule
 
 Tree = Any
@@ -45,19 +41,13 @@ PIPE, STAGES = "pipe", "layers"
 
 @dataclass(frozen=True, eq=False)
 class Pipeline:
-    """A model cut into stages, as one call of `gradients` or `forward` sees it.
+    """A model cut into stages, as one call of `gradients` or `forward` sees it: `chunk` says what stages do.
 
-    weights: in stage order, compute dtype; specs: their PartitionSpecs, None outside a mesh; batch fields: [M, B, L];
-    totals: what is known of the global batch, those of layers in the model's order; remat: what stages keep.
+    batch fields: [M, B, L].
     """
 
-    model: Model
-    stages: Stages
-    weights: Tree
-    specs: Tree
+    chunk: Chunk
     batch: Batch
-    totals: Totals = field(default_factory=dict)
-    remat: RematConfig = KEEP_ALL
 
     def gradients(self, schedule: Schedule, head: Head, slope: jax.Array | float) -> tuple[Tree, Sums]:
         """float32 gradients of the sum over microbatches of head's objective + slope x the layers' objectives, sums.
@@ -81,12 +71,12 @@ class Pipeline:
     # Shapes of the carry --------------------------------------------------------------------------------------------
 
     def _start(self, schedule: Schedule, head: Head, training: bool) -> Carry:
-        P, v, _ = self.stages.shape
+        P, v, _ = self.chunk.stages.shape
         rows, length = self.batch["tokens"].shape[1:]
-        x_BLD = jnp.zeros((rows, length, self.model.config.d_model), self._dtype)
+        x_BLD = jnp.zeros((rows, length, self.chunk.model.config.d_model), self._dtype)
         seen = self.batch["positions"][0], self.batch["segments"][0]
         one = jax.tree.map(lambda a: a[0], self.own), x_BLD, seen
-        sums = jax.eval_shape(lambda: head(self.weights, x_BLD, self._fields(jnp.int32(0)))[1])
+        sums = jax.eval_shape(lambda: head(self.chunk.weights, x_BLD, self._fields(jnp.int32(0)))[1])
         zeros = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, leaf.dtype))
         carry: Carry = {
             "arrived": jnp.zeros((P, schedule.input_slots, *x_BLD.shape), x_BLD.dtype),
@@ -98,17 +88,15 @@ class Pipeline:
         if training:
             float32 = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
 
-            def slots(count: int, shapes: Tree) -> Tree:
-                return jax.tree.map(lambda one: jnp.zeros((P, count, *one.shape), one.dtype), shapes)
+            def slots(hold: Hold, count: int, shapes: Tree) -> Tree:
+                return jax.tree.map(lambda one: hold.make(P, one, count), shapes)
 
             carry |= {
-                "kept": jax.tree.map(
-                    lambda one: self.chunk.hold.make(P, one, schedule.kept_slots), self.chunk.kept(*one)
-                ),
+                "kept": slots(self.chunk.hold, schedule.kept_slots, self.chunk.kept(*one)),
                 "cotangents": jnp.zeros((P, schedule.cotangent_slots, *x_BLD.shape), x_BLD.dtype),
                 "layers": float32(self.own.weights),
                 "outer": float32(self.outer),
-                "stored": slots(schedule.stored_slots, self.chunk.stored(*one)) if schedule.split else None,
+                "stored": slots(ON_DEVICE, schedule.stored_slots, self.chunk.stored(*one)) if schedule.split else None,
             }
         return self._pin_carry(carry)
 
@@ -118,7 +106,7 @@ class Pipeline:
         for name in ("arrived", "cotangents"):
             if name in carry:
                 out[name] = constrain(carry[name], STAGES, None, *RESIDUAL)
-        if "kept" in carry and self.remat.policy != "offload":
+        if "kept" in carry and self.chunk.remat.policy != "offload":
             whole = (STAGES, None, None)
             out["kept"] = jax.tree.map(
                 lambda values: [constrain(values[0], *whole, *RESIDUAL), *map(_pin_stage, values[1:])],
@@ -127,27 +115,22 @@ class Pipeline:
             )
         if "kept" in carry:
             out["stored"] = jax.tree.map(_pin_stage, carry["stored"])
-            if self.specs is not None:
+            if self.chunk.specs is not None:
                 out["layers"] = self._pin_own(carry["layers"])
-                out["outer"] = pin(carry["outer"], {name: self.specs[name] for name in self.outer})
+                out["outer"] = pin(carry["outer"], {name: self.chunk.specs[name] for name in self.outer})
         return out
-
-    @cached_property
-    def chunk(self) -> Chunk:
-        """What stages do."""
-        return Chunk(self.model, self.stages, self.weights, self.specs, self.totals, self.remat)
 
     @cached_property
     def outer(self) -> Tree:
         """Weights outside the stages."""
-        return {name: part for name, part in self.weights.items() if name not in self.stages.rows}
+        return {name: part for name, part in self.chunk.weights.items() if name not in self.chunk.stages.rows}
 
     @cached_property
     def own(self) -> Own:
         """What each stage owns of each stack [P, v J', ...]: weights, the layers' data, which places hold a layer."""
-        rows, data = self.stages.rows, self.model.data(self.totals)
+        rows, data = self.chunk.stages.rows, self.chunk.model.data(self.chunk.totals)
         weights = {
-            k: jax.tree.map(lambda w, r=r: w.reshape(len(r), -1, *w.shape[1:]), self.weights[k])
+            k: jax.tree.map(lambda w, r=r: w.reshape(len(r), -1, *w.shape[1:]), self.chunk.weights[k])
             for k, r in rows.items()
         }
         # Read once, outside of the ticks: a layer's data lies with its stage.
@@ -155,20 +138,20 @@ class Pipeline:
             k: jax.tree.map(lambda d, r=r: jnp.asarray(d)[np.maximum(r, 0).reshape(len(r), -1)], data[k])
             for k, r in rows.items()
         }
-        real = {k: jnp.asarray(there) for k, there in self.stages.real.items()}
-        return Own(weights if self.specs is None else self._pin_own(weights), seen, real)
+        real = {k: jnp.asarray(there) for k, there in self.chunk.stages.real.items()}
+        return Own(weights if self.chunk.specs is None else self._pin_own(weights), seen, real)
 
     def _pin_own(self, stacks: Tree) -> Tree:
-        return pin(stacks, {k: jax.tree.map(_by_stage, self.specs[k]) for k in stacks})
+        return pin(stacks, {k: jax.tree.map(_by_stage, self.chunk.specs[k]) for k in stacks})
 
     @property
     def _dtype(self) -> Any:
         """Dtype of the residual stream."""
-        return self.weights["embed"]["tokens"].dtype
+        return self.chunk.weights["embed"]["tokens"].dtype
 
     def _sums(self, carry: Carry) -> Sums:
         stats = {
-            name: self.stages.to_model(stack, s.reshape(-1, *s.shape[2:]))
+            name: self.chunk.stages.to_model(stack, s.reshape(-1, *s.shape[2:]))
             for stack, found in carry["stats"].items()
             for name, s in found.items()
         }
@@ -196,7 +179,7 @@ class Pipeline:
     def _forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
         m_P, chunk_P = row["f_microbatch"], row["f_chunk"]
         first = self._fields(row["entering"])
-        entered_BLD = self.model.enter(self.weights, first["tokens"], first["positions"])
+        entered_BLD = self.chunk.model.enter(self.chunk.weights, first["tokens"], first["positions"])
         x_PBLD = _take(carry["arrived"], row["f_input"])
         x_PBLD = constrain(
             jnp.where(_at_stage(0, x_PBLD) & (row["entering"] >= 0), entered_BLD, x_PBLD), STAGES, *RESIDUAL
@@ -210,7 +193,7 @@ class Pipeline:
             carry["kept"] = kept
         on_P = m_P >= 0
         carry["stats"] = jax.tree.map(
-            partial(_add_chunk, chunk_P=chunk_P, chunks=self.stages.shape[1], on_P=on_P), carry["stats"], stats
+            partial(_add_chunk, chunk_P=chunk_P, chunks=self.chunk.stages.shape[1], on_P=on_P), carry["stats"], stats
         )
         return carry, y_PBLD
 
@@ -219,11 +202,11 @@ class Pipeline:
         x_BLD = constrain(_of_one_stage(y_PBLD, -1), *RESIDUAL)
         rows = self._fields(row["head_microbatch"])
         if "kept" not in carry:
-            sums = head(self.weights, x_BLD, rows)[1]
+            sums = head(self.chunk.weights, x_BLD, rows)[1]
             return {**carry, "sums": jax.tree.map(jnp.add, carry["sums"], sums)}
 
         def objective(outer: Tree, x_BLD: jax.Array) -> tuple[jax.Array, Sums]:
-            return head({**self.weights, **outer}, x_BLD, rows)
+            return head({**self.chunk.weights, **outer}, x_BLD, rows)
 
         value, pull, sums = jax.vjp(objective, self.outer, x_BLD, has_aux=True)
         outer, gx_BLD = pull(jnp.ones_like(value))
@@ -251,7 +234,7 @@ class Pipeline:
         rows = self._fields(row["leaving"])
 
         def enter(outer: Tree) -> jax.Array:
-            return self.model.enter({**self.weights, **outer}, rows["tokens"], rows["positions"])
+            return self.chunk.model.enter({**self.chunk.weights, **outer}, rows["tokens"], rows["positions"])
 
         (outer,) = jax.vjp(enter, self.outer)[1](gx_BLD)
         return {**carry, "outer": _add(carry["outer"], outer)}, gx_PBLD
@@ -269,7 +252,7 @@ class Pipeline:
 
     def _shift(self, x_PBLD: jax.Array, by: int) -> jax.Array:
         """Every stage's x to the next (by 1) or the one before (by -1); with chunks the ends meet."""
-        if self.stages.shape[1] > 1:
+        if self.chunk.stages.shape[1] > 1:
             moved_PBLD = jnp.roll(x_PBLD, by, 0)
         else:
             whole = [(0, 0, 0)] * (x_PBLD.ndim - 1)

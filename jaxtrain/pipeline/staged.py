@@ -12,6 +12,7 @@ from jaxtrain.config import RematConfig
 from jaxtrain.nn.block import Stats
 from jaxtrain.nn.layers import NOTHING, Totals
 from jaxtrain.nn.model import KEEP_ALL, Model, Tree
+from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Batch, Pipeline, Sums
 from jaxtrain.pipeline.schedule import forward_schedule
 from jaxtrain.pipeline.stages import Stages
@@ -47,7 +48,7 @@ class StagedModel(Model):
             return jnp.float32(0), {"hidden": self.leave(weights, x_BLD)}
 
         batch = jax.tree.map(lambda field: field[None], fields)
-        pipeline = Pipeline(self, self.stages, params, None, batch, totals)
+        pipeline = Pipeline(Chunk(self, self.stages, params, None, totals), batch)
         stages, chunks, _ = self.stages.shape
         stats = pipeline.forward(forward_schedule(Shape(stages, chunks, 1)), leave)
         return stats.pop("hidden"), stats

@@ -34,6 +34,7 @@ from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.attention import use_attention
 from jaxtrain.ops.loss import IGNORE, loss_sums
 from jaxtrain.optim import clip_scale, global_norm, learning_rate
+from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Pipeline
 from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
 from jaxtrain.pipeline.staged import StagedModel
@@ -186,7 +187,8 @@ class Step:
         return self._pin(gradients, self._summed), sums
 
     def _pipeline(self, model: StagedModel, weights: Tree, batch: Batch, totals: Tree) -> Pipeline:
-        return Pipeline(model, model.stages, weights, self.layout.weights, batch, totals, self.config.remat)
+        chunk = Chunk(model, model.stages, weights, self.layout.weights, totals, self.config.remat)
+        return Pipeline(chunk, batch)
 
     @staticmethod
     def _shape(model: StagedModel, batch: Batch) -> Shape:

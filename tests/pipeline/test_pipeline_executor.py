@@ -16,6 +16,7 @@ from runs import packed_rows, worst_relative_error
 from jaxtrain.config import ModelConfig
 from jaxtrain.nn.model import Model, build
 from jaxtrain.ops.loss import cross_entropy
+from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Pipeline
 from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
 from jaxtrain.pipeline.stages import Stages
@@ -99,7 +100,7 @@ def test_gradients_and_reports_of_layers(name: str, chunks: int) -> None:
     staged = {**params, LAYERS: jax.tree.map(partial(stages.to_stages, LAYERS), params[LAYERS])}
 
     def pipeline(weights: Any) -> Pipeline:
-        return Pipeline(MODEL, stages, weights, None, batch())
+        return Pipeline(Chunk(MODEL, stages, weights, None), batch())
 
     got, reported = jax.jit(lambda w: pipeline(w).gradients(make_schedule(name, shape), head, SLOPE))(staged)
     got = {**got, LAYERS: jax.tree.map(partial(stages.to_model, LAYERS), got[LAYERS])}

@@ -16,6 +16,7 @@ from jaxtrain.config import ModelConfig
 from jaxtrain.nn.model import Model, build
 from jaxtrain.observe.flops import matmul_weights
 from jaxtrain.ops.loss import cross_entropy
+from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Pipeline
 from jaxtrain.pipeline.schedule import MAKERS, Op, Order, Shape, make_schedule, write_csv
 from jaxtrain.pipeline.split import split_layers
@@ -155,7 +156,7 @@ def test_ticks_run_as_the_table_says_and_the_head_once_a_microbatch(
 
     def run(params: Any) -> Any:
         staged = {**params, LAYERS: jax.tree.map(partial(stages.to_stages, LAYERS), params[LAYERS])}
-        return Pipeline(model, stages, staged, None, batch).gradients(table, head, 1.0)
+        return Pipeline(Chunk(model, stages, staged, None), batch).gradients(table, head, 1.0)
 
     sums = jax.block_until_ready(jax.jit(run)(model.init(jax.random.key(0))))[1]
     jax.effects_barrier()
