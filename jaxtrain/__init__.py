@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxtrain.plan.compile import compile_for
+    from jaxtrain.program.compile import compile_for
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "compile_for"]
@@ -12,7 +12,7 @@ __all__ = ["__version__", "compile_for"]
 def __getattr__(name: str) -> Any:
     # On first use: importing the package must cost nothing.
     if name == "compile_for":
-        from jaxtrain.plan.compile import compile_for
+        from jaxtrain.program.compile import compile_for
 
         return compile_for
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,7 +15,7 @@ from rich.console import Console
 from tyro.conf import Positional, arg, subcommand
 
 from jaxtrain.config import ConfigError, RunConfig, load_config
-from jaxtrain.launch.place import enough_threads
+from jaxtrain.launch.process import enough_threads
 from jaxtrain.verbs import Data, ExportHf, ImportHf, Tokenize, print_json
 
 _JOIN = "Where process 0 listens, host:port; with --processes and --process-id this process joins the job by hand."
@@ -173,7 +173,7 @@ class Generate:
     prompt: str
     """Text to go on from."""
     tokens: int = 96
-    """Tokens to add, at most data.length with the prompt's."""
+    """Tokens to add, at most data.seq_len with the prompt's."""
     temperature: float = 0.7
     """Softmax temperature; 0 is greedy."""
     seed: int = 0
@@ -214,9 +214,9 @@ class Compile:
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Compile, print; overrides act on both configs of a diff."""
-        from jaxtrain.plan.compile import compile_for, named_cluster
-        from jaxtrain.plan.page import write_page
-        from jaxtrain.plan.show import fit_line, show_diff, show_report
+        from jaxtrain.program.compile import compile_for, named_cluster
+        from jaxtrain.program.page import write_page
+        from jaxtrain.program.show import fit_line, show_diff, show_report
 
         names = [self.config] if self.diff is None else [self.config, self.diff]
         configs = [load_config(name, overrides) for name in names]
@@ -275,8 +275,8 @@ class Verify:
         from jaxtrain.prove.verify import verify
 
         errors = Console(stderr=True)
-        with progress(errors, shown=config.observe.progress and errors.is_terminal) as told:
-            report = verify(config, self.layouts, devices, told)
+        with progress(errors, shown=config.observe.progress and errors.is_terminal) as on_progress:
+            report = verify(config, self.layouts, devices, on_progress)
         if self.json:
             print_json(to_json(report))
         else:

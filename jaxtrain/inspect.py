@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxtrain.config import AXES, Axis, ConfigError, RunConfig, diff_configs, load_config, nearest, replace, to_tree
-from jaxtrain.mesh.layout import Layout, bytes_per_device, flatten_paths, local_shape, plan_layout
+from jaxtrain.mesh.layout import PARTS, Layout, build_layout, bytes_per_device, flatten_paths, local_shape
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.picture import draw_devices, figure_of, node_size, place_labels
 from jaxtrain.mesh.rules import NO_RULE, Reason, resolve_rules, show_axes, spec_axes
@@ -33,9 +33,9 @@ from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.attention import choose_for
 from jaxtrain.optim import build_optimizer
 from jaxtrain.pipeline.staged import stage_model
-from jaxtrain.plan.cards import CARDS
+from jaxtrain.program.cards import CARDS
 from jaxtrain.train.experts import border, crossing_pairs
-from jaxtrain.train.setup import plan_stages
+from jaxtrain.train.setup import assign_stages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,15 +72,15 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
         notes.append(f"cluster.devices_per_node is null: nodes of {node_size(topology)} devices are assumed")
     model = build(config.model)
     if topology.sizes["pipe"] > 1:
-        model = stage_model(model, plan_stages(config, model, topology.sizes["pipe"]))
+        model = stage_model(model, assign_stages(config, model, topology.sizes["pipe"]))
         places = model.stages.layers.size
         if places > config.model.n_layers:
             empty = places - config.model.n_layers
             notes.append(f"stages differ: {empty} of {places} places for layers are empty, and counted")
     params = model.params
     precision = Precision(config.precision)
-    layout = plan_layout(params, resolve_rules(config.rules), topology.sizes, precision.separate_masters)
-    notes += _attention_notes(config, topology, bool(layout.length_axes), imagined)
+    layout = build_layout(params, resolve_rules(config.rules), topology.sizes, precision.separate_master_params)
+    notes += _attention_notes(config, topology, bool(layout.sequence_axes), imagined)
     return Inspection(config, devices, topology, params, layout, (*notes, *layout.notes))
 
 
@@ -91,7 +91,7 @@ def _attention_notes(config: RunConfig, topology: Topology, split: bool, imagine
         if card is None:
             return []
         device = dataclasses.replace(device, compute_capability=".".join(map(str, card.capability)))
-    return [f"attention: {choose_for(config, device, config.data.length, split, imagined)}"]
+    return [f"attention: {choose_for(config, device, config.data.seq_len, split, imagined)}"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,14 +108,14 @@ class Inspection:
     @cached_property
     def parameters(self) -> list[dict[str, Any]]:
         """One row a parameter: path, shape, names, specs, per-dimension reasons, local shape, bytes a device."""
-        specs = {part: flatten_paths(getattr(self.layout, part)) for part in _PARTS}
+        specs = {part: flatten_paths(tree) for part, tree in self.layout.parts.items()}
         size = Precision(self.config.precision).compute.itemsize
         return [
             {
                 "path": path,
                 "shape": list(param.shape),
                 "names": list(param.names),
-                **{f"{part}_spec": _plain_spec(specs[part][path]) for part in _PARTS},
+                **{f"{part}_spec": _plain_spec(specs[part][path]) for part in PARTS},
                 "dimensions": [_plain_reason(reason) for reason in self.layout.resolved[path].reasons],
                 "local_shape": list(local_shape(param.shape, specs["weights"][path], self.topology.sizes)),
                 "bytes": size * math.prod(local_shape(param.shape, specs["weights"][path], self.topology.sizes)),
@@ -137,7 +137,7 @@ class Inspection:
         totals = {
             "parameters": sum(param.size for param in flatten_paths(self.params).values()),
             "weights": of(layout.weights, precision.compute.itemsize),
-            "masters": of(layout.masters, 4) if precision.separate_masters else 0,
+            "masters": of(layout.master_params, 4) if precision.separate_master_params else 0,
             "gradients": of(layout.gradients, 4),
             "accumulator": of(layout.weights, 4) if layout.deferred_axes else 0,
             "optimizer": self._optimizer_bytes(),
@@ -302,7 +302,6 @@ class Difference:
                 console.print(f"new note: {note}", markup=False)
 
 
-_PARTS = ("weights", "masters", "gradients", "optimizer")
 _ROWS = {
     "weights": "weights (compute dtype)",
     "masters": "master weights (float32)",
@@ -343,12 +342,12 @@ def _border_lines(one: Inspection) -> list[str]:
     crossed = border(model, crossing_pairs(one.topology, rules))
     if crossed is None:
         return []
-    sharing = {"pipe", *(axis for name in ("batch", "length", "experts") for axis in rules.axes(name))}
-    tokens = one.config.train.global_batch * one.config.data.length / math.prod(sizes[axis] for axis in sharing)
+    sharing = {"pipe", *(axis for name in ("batch", "seq_len", "experts") for axis in rules.axes(name))}
+    tokens = one.config.train.global_batch * one.config.data.seq_len / math.prod(sizes[axis] for axis in sharing)
     row = model.d_model * Precision(one.config.precision).compute.itemsize
     # There and back, forward and backward.
     a_row = 4 * row * sum(mixture_layers(model).values()) * tokens
-    kept = f"{model.moe.groups_kept} of {model.moe.groups} groups"
+    kept = f"{model.moe.top_groups} of {model.moe.groups} groups"
     return [
         f"experts leave their domain: a token sends {crossed.sent:.2f} of its {model.moe.top_k} rows across, "
         f"{_bytes(int(crossed.sent * a_row))} a device and update, with or without groups (one row a choice)",
@@ -406,7 +405,7 @@ def _why(row: dict[str, Any]) -> str:
 def _changes(old: dict[str, Any] | None, new: dict[str, Any] | None) -> list[tuple[str, ...]]:
     """Cells of each differing spec of a parameter; parts that change alike share a row."""
     parts: dict[tuple[str, str], list[str]] = {}
-    for part in _PARTS:
+    for part in PARTS:
         was, now = (_show_spec(row[f"{part}_spec"]) if row else "-" for row in (old, new))
         resized = part == "weights" and (old or {}).get("bytes") != (new or {}).get("bytes")
         if was != now or resized:

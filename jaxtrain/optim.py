@@ -45,7 +45,7 @@ def decay_mask(params: Any) -> Any:
 
 
 def learning_rate(
-    config: OptimizerConfig, updates_total: int, updates: jax.typing.ArrayLike, tokens: jax.typing.ArrayLike
+    config: OptimizerConfig, total_steps: int, updates: jax.typing.ArrayLike, tokens: jax.typing.ArrayLike
 ) -> jax.Array:
     """Learning rate of the next update, a float32 scalar; may be traced.
 
@@ -53,7 +53,7 @@ def learning_rate(
     the peak and update w is the first of the fall. `tokens`: scored tokens through this update, its own included.
     `updates_total` is the end where optimizer.total is null. Raises ConfigError where the phases exceed the end.
     """
-    total = schedule_end(config, updates_total)
+    total = schedule_end(config, total_steps)
     by_tokens = config.unit == "tokens"
     done = jnp.asarray(tokens if by_tokens else updates, jnp.float32)
     # floats: token counts exceed the int32 that JAX makes of Python's integers
@@ -65,16 +65,16 @@ def learning_rate(
     return config.learning_rate * jnp.where(done < warmup, rising, falling)
 
 
-def schedule_end(config: OptimizerConfig, updates_total: int) -> int:
+def schedule_end(config: OptimizerConfig, total_steps: int) -> int:
     """Units at which the schedule ends; ConfigError where warm-up and fall do not fit before it."""
-    total = config.total or updates_total
+    total = config.total or total_steps
     phases = config.warmup + (config.decay if config.schedule == "wsd" else 0)
     if config.schedule != "constant" and phases > total:
         raise ConfigError(
             f"optimizer.warmup {config.warmup}"
             + (f" + optimizer.decay {config.decay}" if config.schedule == "wsd" else "")
             + f" exceeds the schedule's end, {total} {config.unit} "
-            + ("(optimizer.total)" if config.total else "(train.updates)")
+            + ("(optimizer.total)" if config.total else "(train.steps)")
             + ": shorten the phases or lengthen the run"
         )
     return total

@@ -17,12 +17,12 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     for i in range(20):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"the quick brown fox {i} jumps over the lazy dog\n" * 4)
     tree = {
-        "model": {"vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32, "max_length": 32},
+        "model": {"vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32, "max_seq_len": 32},
         "data": {
-            "sources": [{"text": str(tmp_path / "corpus")}], "tokenizer": {"vocab_size": 300}, "length": 32,
+            "sources": [{"text": str(tmp_path / "corpus")}], "tokenizer": {"vocab_size": 300}, "seq_len": 32,
             "cache": str(tmp_path / "cache"),
         },
-        "train": {"updates": 2, "global_batch": 8},
+        "train": {"steps": 2, "global_batch": 8},
     }  # fmt: skip
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
 
@@ -43,7 +43,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     ("override", "words"),
     [
         ("--model.n_layer=3", "unknown setting model.n_layer (did you mean n_layers?)"),
-        ("--train.updates=many", "train.updates is 'many'"),
+        ("--train.steps=many", "train.steps is 'many'"),
         ("--mesh.tensor=3", "tensor 3 x seq 1 x expert 1 = 3 does not divide 8 devices"),
         ("--train.global_batch=12", "train.global_batch 12 does not divide"),
         ("--rules.preset=[tensr]", "did you mean tensor?"),
@@ -61,7 +61,7 @@ def test_bad_settings(run: Any, override: str, words: str) -> None:
 
 
 def test_learned_positions_shorter_than_rows(run: Any) -> None:
-    assert "model.max_length 16" in run("--model.positions", "learned", "--model.max_length", "16")
+    assert "model.max_seq_len 16" in run("--model.positions", "learned", "--model.max_seq_len", "16")
 
 
 def test_tokenizer_larger_than_the_embedding(run: Any) -> None:

@@ -88,7 +88,7 @@ def test_totals_are_the_bytes_that_jax_stores():
     one = inspect(config)
     mesh = one.topology.mesh()
     for part, itemsize in (("weights", 2), ("masters", 4), ("gradients", 4)):
-        specs = flatten_paths(getattr(one.layout, part))
+        specs = flatten_paths(one.layout.parts[part])
         shapes = {path: param.shape for path, param in flatten_paths(one.params).items()}
         shards = [math.prod(NamedSharding(mesh, specs[path]).shard_shape(shape)) for path, shape in shapes.items()]
         assert one.totals[part] == itemsize * sum(shards)

@@ -275,8 +275,8 @@ def test_schedules_rise_then_never_rise_again(schedule, warmup, decay, final):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"warmup": 101}, ["optimizer.warmup 101", "100 updates", "train.updates"]),
-        ({"warmup": 60, "decay": 50, "schedule": "wsd"}, ["optimizer.decay 50", "train.updates"]),
+        ({"warmup": 101}, ["optimizer.warmup 101", "100 updates", "train.steps"]),
+        ({"warmup": 60, "decay": 50, "schedule": "wsd"}, ["optimizer.decay 50", "train.steps"]),
         ({"warmup": 60, "total": 50, "schedule": "linear"}, ["optimizer.warmup 60", "optimizer.total"]),
     ],
 )

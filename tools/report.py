@@ -11,14 +11,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from jaxtrain.config import ConfigError, RunConfig, load_config
-from jaxtrain.plan.compile import compile_for
-from jaxtrain.plan.report import Report
-from jaxtrain.plan.show import gib, percent
+from jaxtrain.program.compile import compile_for
+from jaxtrain.program.report import ProgramReport
+from jaxtrain.program.show import gib, percent
 
 MODELS = {
-    "gpt2": ["data.length=1024", "train.global_batch=512"],
-    "llama3_8b": ["data.length=4096", "train.global_batch=64"],
-    "llama3_70b": ["data.length=4096", "train.global_batch=64"],
+    "gpt2": ["data.seq_len=1024", "train.global_batch=512"],
+    "llama3_8b": ["data.seq_len=4096", "train.global_batch=64"],
+    "llama3_70b": ["data.seq_len=4096", "train.global_batch=64"],
 }
 LAYOUTS = {
     "ddp": ["mesh.data=64", "mesh.tensor=1", "rules.preset=[ddp]"],
@@ -61,7 +61,7 @@ class Row:
 
     model: str
     layout: str
-    report: Report | None
+    report: ProgramReport | None
     refusal: str = ""
 
     def __str__(self) -> str:

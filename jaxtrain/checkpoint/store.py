@@ -27,7 +27,7 @@ from jaxtrain.config import CheckpointConfig, ConfigError
 
 log = logging.getLogger(__name__)
 
-Record = dict[str, Any]
+CheckpointRecord = dict[str, Any]
 
 
 class Restored(NamedTuple):
@@ -141,7 +141,7 @@ class Checkpoints:
             return None, f"altered bytes in {_list(altered)}"
         return Restored(step, state, record["data"], record["meta"]), ""
 
-    def _read_record(self, step: int) -> Record:
+    def _read_record(self, step: int) -> CheckpointRecord:
         try:
             args = ocp.args.Composite(record=ocp.args.JsonRestore())
             record = self._manager.restore(step, args=args)["record"]
@@ -204,7 +204,7 @@ class Checkpoints:
             ) from error
 
 
-def _seal(record: Record) -> Record:
+def _seal(record: CheckpointRecord) -> CheckpointRecord:
     """The record as JSON reads it back, with the hash of its contents."""
     contents = json.loads(json.dumps({key: value for key, value in record.items() if key != "sha256"}))
     text = json.dumps(contents, sort_keys=True)

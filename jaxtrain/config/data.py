@@ -96,8 +96,8 @@ class PhaseConfig(Section):
 
     start: int = Field(0, ge=0)
     """Updates or tokens (data.schedule_unit) before it; 0 for the first, rising."""
-    length: PositiveInt | None = None
-    """Tokens of a packed row from then on; null is data.length."""
+    seq_len: PositiveInt | None = None
+    """Tokens of a packed row from then on; null is data.seq_len."""
     global_batch: PositiveInt | None = None
     """Sequences an update from then on; null is train.global_batch."""
 
@@ -109,17 +109,17 @@ class DataConfig(Section):
     """What to read."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Tokenizer."""
-    length: PositiveInt = 256
+    seq_len: PositiveInt = 256
     """Tokens of a packed row."""
     packing: Literal["first_fit", "best_fit", "concat", "none"] = "first_fit"
     """How rows are filled: whole pieces where they fit, one run cut at row ends, or one piece a row."""
     packing_bins: PositiveInt = 32
     """Rows a shard keeps open for first-fit and best-fit."""
-    long: Literal["split", "drop"] = "split"
+    overlong: Literal["split", "drop"] = "split"
     """Documents that are longer than a row (the longest of the schedule) are cut, or left out and counted."""
     schedule: list[PhaseConfig] = []
-    """Phases of other lengths and batches; evaluation keeps data.length and train.global_batch."""
-    schedule_unit: Literal["updates", "tokens"] = "updates"
+    """Phases of other lengths and batches; evaluation keeps data.seq_len and train.global_batch."""
+    schedule_unit: Literal["steps", "tokens"] = "steps"
     """What the schedule's starts count; tokens are positions, padding counted."""
     virtual_shards: PositiveInt | None = None
     """Slices of the corpus, fixed for a run's life; null is the largest divisor of the global batch up to 64."""
@@ -135,10 +135,10 @@ class DataConfig(Section):
     """Go on with a run whose corpus changed since it began; its data position is kept as numbers."""
 
     @property
-    def lengths(self) -> list[tuple[str, int]]:
+    def seq_lens(self) -> list[tuple[str, int]]:
         """Every row length of a run and the setting that names it."""
-        phases = [(f"data.schedule[{i}].length", phase.length) for i, phase in enumerate(self.schedule)]
-        return [("data.length", self.length), *((name, length) for name, length in phases if length)]
+        phases = [(f"data.schedule[{i}].seq_len", phase.seq_len) for i, phase in enumerate(self.schedule)]
+        return [("data.seq_len", self.seq_len), *((name, length) for name, length in phases if length)]
 
     @model_validator(mode="after")
     def _schedule_rises(self) -> DataConfig:

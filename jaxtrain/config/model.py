@@ -19,13 +19,13 @@ class RopeConfig(Section):
     factor: float = Field(8.0, gt=0)
     """linear: all frequencies are divided by this; llama3, yarn: low ones."""
     low_freq_factor: float = Field(1.0, gt=0)
-    """llama3: wavelengths above original_length / this are scaled fully."""
+    """llama3: wavelengths above original_seq_len / this are scaled fully."""
     high_freq_factor: float = Field(4.0, gt=0)
-    """llama3: wavelengths below original_length / this are left alone."""
-    original_length: PositiveInt = 8192
+    """llama3: wavelengths below original_seq_len / this are left alone."""
+    original_seq_len: PositiveInt = 8192
     """llama3, yarn: context length the model was first trained on."""
     beta_fast: float = Field(32.0, gt=0)
-    """yarn: pairs that turn more often than this within original_length are left alone."""
+    """yarn: pairs that turn more often than this within original_seq_len are left alone."""
     beta_slow: float = Field(1.0, gt=0)
     """yarn: pairs that turn less often than this are divided by factor."""
     attention_factor: float | None = Field(None, gt=0)
@@ -52,8 +52,8 @@ class MoeConfig(Section):
     scale: float = Field(1.0, gt=0)
     """Multiplies the weights of the chosen experts (DeepSeek's routed_scaling_factor)."""
     groups: PositiveInt = 1
-    """Groups of experts (of a device or node); a token visits experts of groups_kept of them alone."""
-    groups_kept: PositiveInt = 1
+    """Groups of experts (of a device or node); a token visits experts of top_groups of them alone."""
+    top_groups: PositiveInt = 1
     """Groups that a token may visit: those with the highest sum of two best scores."""
     balance: Literal["batch", "sequence"] = "batch"
     """What the balancing loss averages over: the global batch (Switch Transformer), or each document row (DeepSeek)."""
@@ -79,12 +79,12 @@ class MoeConfig(Section):
                 f"model.moe.groups {self.groups} does not divide model.moe.experts {self.experts}: "
                 "each group holds a whole number of experts"
             )
-        if self.groups_kept > self.groups:
-            raise ValueError(f"model.moe.groups_kept {self.groups_kept} exceeds model.moe.groups {self.groups}")
-        if self.experts and self.top_k > self.groups_kept * (self.experts // self.groups):
+        if self.top_groups > self.groups:
+            raise ValueError(f"model.moe.top_groups {self.top_groups} exceeds model.moe.groups {self.groups}")
+        if self.experts and self.top_k > self.top_groups * (self.experts // self.groups):
             raise ValueError(
-                f"model.moe.top_k {self.top_k} exceeds the experts of model.moe.groups_kept {self.groups_kept} groups "
-                f"({self.groups_kept * (self.experts // self.groups)}): keep more groups"
+                f"model.moe.top_k {self.top_k} exceeds the experts of model.moe.top_groups {self.top_groups} groups "
+                f"({self.top_groups * (self.experts // self.groups)}): keep more groups"
             )
         return self
 
@@ -122,7 +122,7 @@ class ModelConfig(Section):
     """Width of one head; null is d_model / n_heads."""
     d_ff: PositiveInt = 768
     """Width of the feed-forward layer."""
-    max_length: PositiveInt = 2048
+    max_seq_len: PositiveInt = 2048
     """Longest sequence; the number of rows of learned positions."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation before each half-block and before the head."""

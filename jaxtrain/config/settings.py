@@ -32,7 +32,7 @@ class MeshConfig(Section):
     """Context parallelism: the sequence split through attention."""
     expert: int = 1
     """Expert parallelism; outside expert layers it carries batch."""
-    allow_torn: list[Literal["tensor", "expert"]] = []
+    allow_cross_domain: list[Literal["tensor", "expert"]] = []
     """Axes whose groups may leave a fast domain on purpose."""
 
     @property
@@ -81,9 +81,9 @@ class RulesConfig(Section):
     """Named tables, later ones win: see jaxtrain.mesh.rules.PRESETS."""
     batch: Axes = None
     """Activations: sequences of the batch."""
-    length: Axes = None
+    seq_len: Axes = None
     """Activations: positions inside attention and feed-forward layers."""
-    residual_length: Axes = None
+    residual_seq: Axes = None
     """Activations: positions in the residual stream and norms; [seq, tensor] is Megatron sequence parallelism."""
     hidden: Axes = None
     """Activations: width of the residual stream."""
@@ -120,7 +120,7 @@ class RulesConfig(Section):
 class TrainConfig(Section):
     """The run's length and its batch."""
 
-    updates: PositiveInt = 100
+    steps: PositiveInt = 100
     """Optimizer updates."""
     global_batch: PositiveInt = 16
     """Sequences an update, over all replicas and microbatches."""
@@ -145,7 +145,7 @@ class AttentionConfig(Section):
 
     backend: Literal["auto", "dense", "xla", "tokamax", "cudnn"] = "auto"
     """Kernel; auto takes the fastest that can do what the model asks on the devices at hand, and says why."""
-    context: Literal["ring", "all_gather", "ulysses"] = "ring"
+    context_parallel: Literal["ring", "all_gather", "ulysses"] = "ring"
     """How attention crosses the seq axis: keys travel, keys are gathered, or heads are exchanged for positions."""
 
 
@@ -218,14 +218,14 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; null does not clip."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd holds, then falls over `decay`."""
-    unit: Literal["updates", "tokens"] = "updates"
+    unit: Literal["steps", "tokens"] = "steps"
     """What warmup, decay and total count: updates or scored tokens."""
     warmup: int = Field(0, ge=0)
     """Units of linear warm-up."""
     decay: int = Field(0, ge=0)
     """wsd: units of the final fall."""
     total: PositiveInt | None = None
-    """Units until the schedule's end; null is train.updates, required with tokens."""
+    """Units until the schedule's end; null is train.steps, required with tokens."""
     final_ratio: float = Field(0.1, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
 
@@ -303,11 +303,11 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:
         model, data, tokenizer = self.model, self.data, self.data.tokenizer
-        for name, length in data.lengths:
-            if model.positions == "learned" and length > model.max_length:
+        for name, length in data.seq_lens:
+            if model.positions == "learned" and length > model.max_seq_len:
                 raise ValueError(
-                    f"{name} {length} exceeds model.max_length {model.max_length}, "
-                    f"the rows of learned positions: shorten {name} or enlarge model.max_length"
+                    f"{name} {length} exceeds model.max_seq_len {model.max_seq_len}, "
+                    f"the rows of learned positions: shorten {name} or enlarge model.max_seq_len"
                 )
         if tokenizer.path is None and tokenizer.vocab_size > model.vocab_size:
             raise ValueError(

@@ -1,7 +1,7 @@
 """Files to batches: sources, tokenizer, corpus, packing, virtual shards."""
 
 from jaxtrain.data.corpus import Corpus, Documents, prepare
-from jaxtrain.data.packing import FIELDS, IGNORE, Batch, fill_rate
+from jaxtrain.data.packing import FIELDS, IGNORE, HostBatch, fill_rate
 from jaxtrain.data.phases import Phase, phase_at, phases_of
 from jaxtrain.data.stream import (
     Batches,
@@ -15,7 +15,22 @@ from jaxtrain.data.stream import (
 from jaxtrain.data.tokenizer import TextTokenizer
 
 __all__ = [
-    "FIELDS", "IGNORE", "Batch", "Batches", "Corpus", "Documents", "Phase", "Stream", "TextTokenizer", "fill_rate",
-    "held_out_batches", "open_stream", "phase_at", "phases_of", "prepare", "resolve_virtual_shards", "shards_of_rows",
+    "FIELDS",
+    "IGNORE",
+    "Batches",
+    "Corpus",
+    "Documents",
+    "HostBatch",
+    "Phase",
+    "Stream",
+    "TextTokenizer",
+    "fill_rate",
+    "held_out_batches",
+    "open_stream",
+    "phase_at",
+    "phases_of",
+    "prepare",
+    "resolve_virtual_shards",
+    "shards_of_rows",
     "tokens_read",
 ]  # fmt: skip

@@ -130,6 +130,6 @@ def _check_targets(pieces: Pieces, counts: Sequence[int]) -> None:
             dropped = int(pieces.dropped_documents[source])
             raise ConfigError(
                 f"{which}: {have} documents to train on and none has a token to predict"
-                + (f" ({dropped} are longer than a row and data.long is drop)" if dropped else "")
+                + (f" ({dropped} are longer than a row and data.overlong is drop)" if dropped else "")
                 + ": bring more text, or lower data.held_out"
             )

@@ -18,7 +18,7 @@ from jaxtrain.data.mixing import Draws, Mixture
 IGNORE = -1
 """Label of a position that is not scored."""
 
-Batch = dict[str, np.ndarray]
+HostBatch = dict[str, np.ndarray]
 """int32 [rows, L] for each of FIELDS: inputs (0 where padded), the next token of the same document (IGNORE where
 padded or not scored), 1, 2, ... for the spans of a row (0 where padded), 0, 1, ... within the span (0 where padded)."""
 Span = tuple[int, int, int]
@@ -219,7 +219,7 @@ def _cut(items: Iterable[Span], skip: int, length: int, at_row_ends: bool) -> It
                 room = room - step or length
 
 
-def fill(documents: Documents, rows: Sequence[Sequence[Span]], length: int) -> Batch:
+def fill(documents: Documents, rows: Sequence[Sequence[Span]], length: int) -> HostBatch:
     """Write the spans of each row into a batch [len(rows), length]."""
     batch = {field: np.zeros((len(rows), length), np.int32) for field in FIELDS}
     batch["labels"][:] = IGNORE
@@ -240,6 +240,6 @@ def fill(documents: Documents, rows: Sequence[Sequence[Span]], length: int) -> B
     return batch
 
 
-def fill_rate(batch: Batch) -> float:
+def fill_rate(batch: HostBatch) -> float:
     """Positions that hold an input / all positions of a batch."""
     return float(np.mean(batch["segments"] > 0))

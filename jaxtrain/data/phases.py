@@ -14,7 +14,7 @@ class Phase:
     """Updates from `start` on (counted from 0) have `global_batch` rows of `length` tokens."""
 
     start: int
-    length: int
+    seq_len: int
     global_batch: int
 
 
@@ -28,7 +28,7 @@ def phases_of(data: DataConfig, train: TrainConfig) -> tuple[Phase, ...]:
     update = tokens = 0
     for index, entry in enumerate(data.schedule):
         if phases:
-            each = phases[-1].length * phases[-1].global_batch if data.schedule_unit == "tokens" else 1
+            each = phases[-1].seq_len * phases[-1].global_batch if data.schedule_unit == "tokens" else 1
             updates = -(-(entry.start - tokens) // each)
             if updates <= 0:
                 raise ConfigError(
@@ -36,8 +36,8 @@ def phases_of(data: DataConfig, train: TrainConfig) -> tuple[Phase, ...]:
                     f"start of data.schedule[{index}], before it begins ({tokens} tokens): move that start"
                 )
             update, tokens = update + updates, tokens + updates * each
-        phases.append(Phase(update, entry.length or data.length, entry.global_batch or train.global_batch))
-    return tuple(phases) or (Phase(0, data.length, train.global_batch),)
+        phases.append(Phase(update, entry.seq_len or data.seq_len, entry.global_batch or train.global_batch))
+    return tuple(phases) or (Phase(0, data.seq_len, train.global_batch),)
 
 
 def phase_at(phases: Sequence[Phase], update: int) -> int:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data.corpus import Corpus, prepare
-from jaxtrain.data.packing import IGNORE, Batch, fill_rate
+from jaxtrain.data.packing import IGNORE, HostBatch, fill_rate
 from jaxtrain.data.phases import Phase
 from jaxtrain.data.pieces import Pieces
 from jaxtrain.data.stream import open_stream, tokens_read
@@ -40,7 +40,7 @@ class Preview:
     corpus: Corpus
     pieces: Pieces
     phases: tuple[Phase, ...]
-    batches: list[Batch]
+    batches: list[HostBatch]
     measured: dict[str, Any]
 
     @cached_property
@@ -66,7 +66,7 @@ class Preview:
         return {
             "corpus": self.corpus.describe(),
             "packing": self.config.data.packing,
-            "long": self.config.data.long,
+            "long": self.config.data.overlong,
             "phases": [asdict(phase) for phase in self.phases],
             "sources": self.sources,
             "tokens_an_epoch": int(self.pieces.targets.sum()),
@@ -97,9 +97,9 @@ class Preview:
             color=[COLORS[each % len(COLORS)] for each in range(len(self.sources))],
             label=[row["source"] for row in self.sources],
         )
-        for phase in {phase.length: phase for phase in self.phases}.values():
-            axes.axvline(phase.length, color="#333a42", linewidth=1, linestyle="--")
-            axes.annotate(f" {phase.length}", (phase.length, 1), xycoords=("data", "axes fraction"), va="top")
+        for phase in {phase.seq_len: phase for phase in self.phases}.values():
+            axes.axvline(phase.seq_len, color="#333a42", linewidth=1, linestyle="--")
+            axes.annotate(f" {phase.seq_len}", (phase.seq_len, 1), xycoords=("data", "axes fraction"), va="top")
         axes.set_xscale("log")
         axes.set_xlabel("tokens of a document (dashed: a row)")
         axes.set_ylabel("documents")
@@ -117,13 +117,13 @@ class Preview:
         table.add_column(overflow="fold")
         data, measured = self.config.data, self.measured
         shapes = ", ".join(
-            f"{phase.global_batch} x {phase.length}" + (f" from update {phase.start + 1} on" if phase.start else "")
+            f"{phase.global_batch} x {phase.seq_len}" + (f" from update {phase.start + 1} on" if phase.start else "")
             for phase in self.phases
         )
         rows = {
             **self.corpus.describe(),
             "batch": shapes,
-            "packing": f"{data.packing}, long documents {data.long}",
+            "packing": f"{data.packing}, long documents {data.overlong}",
             "fill rate": f"{measured['fill']:.4f} over {measured['updates']} batches",
             "scored": f"{measured['scored']:.4f} of all inputs",
             "tokens an epoch": int(self.pieces.targets.sum()),
@@ -150,7 +150,7 @@ class Preview:
         title = f"batch {index + 1}: {rows} rows of {batch['tokens'].shape[1]} tokens, fill {fill_rate(batch):.4f}"
         return Panel(Group(*texts), title=title, title_align="left", box=box.ROUNDED)
 
-    def _row(self, batch: Batch, row: int) -> Text:
+    def _row(self, batch: HostBatch, row: int) -> Text:
         segments = batch["segments"][row]
         text = Text(f"{row}: ", style="bold")
         for segment in range(1, int(segments.max()) + 1):
@@ -182,7 +182,7 @@ def preview(config: RunConfig, batches: int = 2) -> Preview:
     """
     corpus = prepare(config)
     with closing(open_stream(corpus.train, config, prefetch=0)) as stream:
-        shown: list[Batch] = []
+        shown: list[HostBatch] = []
         inputs = scored = positions = updates = 0
         begin = time.perf_counter()
         while updates < max(batches, 1) or time.perf_counter() - begin < MEASURE_S:

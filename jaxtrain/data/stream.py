@@ -21,14 +21,14 @@ import numpy as np
 from jaxtrain.config import ConfigError, DataConfig, RunConfig
 from jaxtrain.data.corpus import Documents
 from jaxtrain.data.mixing import Mixture
-from jaxtrain.data.packing import Batch, Place, Rows, Span, fill
+from jaxtrain.data.packing import HostBatch, Place, Rows, Span, fill
 from jaxtrain.data.phases import Phase, phase_at, phases_of
 from jaxtrain.data.pieces import cut
 
 MAX_DEFAULT_SHARDS = 64
 PREFETCH = 2
 
-State = dict[str, Place]
+StreamState = dict[str, Place]
 """Shard number as text -> its place: JSON, about 80 bytes a shard."""
 
 
@@ -63,7 +63,7 @@ def open_stream(
     return iter(Batches(documents, config, shards, prefetch))
 
 
-class Batches(grain.IterDataset[Batch]):
+class Batches(grain.IterDataset[HostBatch]):
     """A run's batches as a Grain dataset: Grain's transformations compose on it, and keep its exact state.
 
     Order, packing and prefetch are our own below Grain's interface: its shuffle costs milliseconds a read on a few
@@ -87,7 +87,7 @@ class Batches(grain.IterDataset[Batch]):
             weights=[source.weight for source in data.sources],
             epochs=[source.epochs for source in data.sources],
             packing=data.packing,
-            long=data.long,
+            long=data.overlong,
             packing_bins=data.packing_bins,
             seed=config.train.seed,
             shuffle=data.shuffle,
@@ -106,7 +106,7 @@ class _Shard:
     read: list[int]
 
 
-class Stream(grain.DatasetIterator[Batch]):
+class Stream(grain.DatasetIterator[HostBatch]):
     """Batches of the owned shards, int32 [len(shards) * global_batch / virtual_shards, length] of the phase a field.
 
     A thread prepares `prefetch` batches ahead; the state belongs to the batch last given out. `weights` and `epochs`
@@ -133,26 +133,26 @@ class Stream(grain.DatasetIterator[Batch]):
         super().__init__()
         # First, because Grain closes an iterator that could not be made, too.
         self._prefetch = prefetch
-        self._pending: deque[Future[tuple[Batch, State]]] = deque()
+        self._pending: deque[Future[tuple[HostBatch, StreamState]]] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         assert all(phase.global_batch % virtual_shards == 0 for phase in phases), (phases, virtual_shards)
         self.virtual_shards, self.phases = virtual_shards, tuple(phases)
         self.shards = range(virtual_shards) if shards is None else shards
         assert self.shards and self.shards.step == 1 and self.shards.stop <= virtual_shards, self.shards
-        self.pieces = cut(documents, max(phase.length for phase in phases), sources=len(weights), long=long)
+        self.pieces = cut(documents, max(phase.seq_len for phase in phases), sources=len(weights), long=long)
         self._mixture = Mixture(self.pieces, weights, epochs, seed=seed, shuffle=shuffle)
         self._options = {"packing": packing, "bins": packing_bins, "shuffle": shuffle}
         self._update = 0
         self._shards = {str(shard): self._born(shard) for shard in self.shards}
         self._place = self._places()
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> HostBatch:
         while len(self._pending) <= self._prefetch:
             self._pending.append(self._thread.submit(self._produce))
         batch, self._place = self._pending.popleft().result()
         return batch
 
-    def get_state(self) -> State:
+    def get_state(self) -> StreamState:
         """The place of every owned shard, after the batch last given out."""
         return self._place
 
@@ -179,7 +179,7 @@ class Stream(grain.DatasetIterator[Batch]):
         # Without waiting: the last one to let go of the stream may be its own thread, idle by then.
         self._thread.shutdown(wait=False)
 
-    def _produce(self) -> tuple[Batch, State]:
+    def _produce(self) -> tuple[HostBatch, StreamState]:
         index = phase_at(self.phases, self._update)
         phase = self.phases[index]
         rows: list[list[Span]] = []
@@ -190,19 +190,19 @@ class Stream(grain.DatasetIterator[Batch]):
             if len(given) < phase.global_batch // self.virtual_shards:
                 raise ConfigError(
                     f"data.sources are used up after {self._update} updates, every source has had its epochs: "
-                    "lower train.updates, raise epochs, or let one source repeat (epochs: null)"
+                    "lower train.steps, raise epochs, or let one source repeat (epochs: null)"
                 )
             for row in given:
                 for source, _, size in row:
                     shard.read[source] += size
             rows += given
         self._update += 1
-        return fill(self.pieces.documents, rows, phase.length), self._places()
+        return fill(self.pieces.documents, rows, phase.seq_len), self._places()
 
     def _born(self, shard: int, phase: int = 0, carried: Sequence[Span] = (), base: int = 0) -> _Shard:
         rows = Rows(
             self._mixture,
-            length=self.phases[phase].length,
+            length=self.phases[phase].seq_len,
             shard=shard,
             shards=self.virtual_shards,
             carried=carried,
@@ -236,7 +236,7 @@ class Stream(grain.DatasetIterator[Batch]):
         }
         return place | ({"before": shard.before} if rows.carries else {})
 
-    def _places(self) -> State:
+    def _places(self) -> StreamState:
         return {name: self._place_of(shard) for name, shard in self._shards.items()}
 
     def _drop_pending(self) -> None:
@@ -258,7 +258,7 @@ def held_out_batches(
     batches: int,
     packing_bins: int = 32,
     packing: str = "first_fit",
-) -> list[Batch]:
+) -> list[HostBatch]:
     """At most `batches` global batches, int32 [global_batch, length] a field, of one pass, the same in every process.
 
     The documents, of whatever source, come in one fixed shuffled order, so that a few batches are a fair sample. The

@@ -20,7 +20,7 @@ from jaxtrain.hub.fields import (
     says,
     yarn_growth,
 )
-from jaxtrain.hub.rows import Row, at
+from jaxtrain.hub.rows import TensorRow, at
 
 LAYER = "model.layers.{layer}."
 
@@ -30,7 +30,7 @@ SIZES = (
     same("num_hidden_layers", "n_layers"),
     same("num_attention_heads", "n_heads"),
     same("num_key_value_heads", "n_kv_heads", None),
-    same("max_position_embeddings", "max_length"),
+    same("max_position_embeddings", "max_seq_len"),
     same("rms_norm_eps", "norm_eps"),
     same("initializer_range", "init_std", 0.02),
     same("tie_word_embeddings", "tied_head", False),
@@ -76,7 +76,7 @@ LATENT = {
 
 def feed_forward(
     place: str, ours: str = "mlp", names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-) -> dict[str, Row]:
+) -> dict[str, TensorRow]:
     """Rows of a gated feed-forward layer that the hub keeps as three linear layers under `place`."""
     gate, up, down = names
     return {
@@ -89,7 +89,7 @@ def feed_forward(
     }
 
 
-def router(place: str) -> dict[str, Row]:
+def router(place: str) -> dict[str, TensorRow]:
     """The row of a router's weight."""
     return {"mlp/router/weight": at(f"{LAYER}{place}.weight", "X,D", "DX")}
 
@@ -201,7 +201,7 @@ DEEPSEEK_V3 = replace(
         same("num_experts_per_tok", "moe.top_k"), same("moe_intermediate_size", "moe.d_ff"),
         same("first_k_dense_replace", "moe.first_dense"), same("moe_layer_freq", "moe.every", 1),
         same("routed_scaling_factor", "moe.scale"), same("n_group", "moe.groups"),
-        same("topk_group", "moe.groups_kept"), says("scoring_func", "sigmoid"), says("topk_method", "noaux_tc"),
+        same("topk_group", "moe.top_groups"), says("scoring_func", "sigmoid"), says("topk_method", "noaux_tc"),
         _router("sigmoid"),
         same("num_nextn_predict_layers", "mtp", 0),
         # The bias comes with the weights and stays as it is, until a rate is set.
@@ -255,7 +255,7 @@ GPT2 = Family(
     base="transformer.",
     fields=(
         same("vocab_size", "vocab_size"), same("n_embd", "d_model"), same("n_layer", "n_layers"),
-        same("n_head", "n_heads"), same("n_positions", "max_length"), same("layer_norm_epsilon", "norm_eps"),
+        same("n_head", "n_heads"), same("n_positions", "max_seq_len"), same("layer_norm_epsilon", "norm_eps"),
         same("initializer_range", "init_std", 0.02), same("tie_word_embeddings", "tied_head", True),
         Field(
             ("n_inner",), lambda hub: {"d_ff": hub.get("n_inner") or 4 * hub["n_embd"]},

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxtrain.config import ConfigError, ModelConfig, nearest, validate
 from jaxtrain.hub.fields import KINDS, SCALINGS, Field, Json, Settings, setting, windows_of
-from jaxtrain.hub.rows import ROTARY, Row, Span, hub_shape
+from jaxtrain.hub.rows import ROTARY, Span, TensorRow, hub_shape
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import Param
 from jaxtrain.nn.decoder import layer_runs
@@ -41,13 +41,13 @@ class Family:
     """Prefix of all tensors but the head; files of the bare model leave it out."""
     fields: tuple[Field, ...]
     """config.json <-> model settings."""
-    outer: Mapping[str, Row]
+    outer: Mapping[str, TensorRow]
     """Parameter outside the blocks -> row."""
-    block: Mapping[str, Row]
+    block: Mapping[str, TensorRow]
     """Parameter of a block, its path within the block -> row."""
-    mixture: Mapping[str, Row]
+    mixture: Mapping[str, TensorRow]
     """Parameters that the experts of a block have each."""
-    ahead: Mapping[str, Row]
+    ahead: Mapping[str, TensorRow]
     """Parameters of the blocks that predict further tokens, beside those blocks' own."""
     copies: Mapping[str, str]
     """A tensor that a file may hold besides -> the tensor that it repeats."""
@@ -63,7 +63,7 @@ class Leaf:
 
     path: str
     param: Param
-    row: Row
+    row: TensorRow
     layers: tuple[int, ...]
     """The hub's layer numbers along the first dim; empty outside stacks."""
     sizes: dict[str, int]
@@ -189,7 +189,7 @@ def read_model(family: Family, hub: Json, ignore: Sequence[str] = ()) -> Setting
 def model_of(settings: Settings) -> ModelConfig:
     """Dotted settings -> a validated model."""
     return validate(
-        {"model": nested(settings), "data": {"length": 1, "tokenizer": {"vocab_size": 1}}}, "config.json"
+        {"model": nested(settings), "data": {"seq_len": 1, "tokenizer": {"vocab_size": 1}}}, "config.json"
     ).model
 
 
@@ -260,7 +260,7 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _row_of(family: Family, path: str, param: Param) -> Row | None:
+def _row_of(family: Family, path: str, param: Param) -> TensorRow | None:
     stack, _, rest = path.partition("/")
     if stack not in ("layers", "dense_layers", "mtp"):
         return family.outer.get(path)

@@ -112,10 +112,10 @@ SCALINGS: dict[str, dict[str, str]] = {
     "linear": {"factor": "factor"},
     "llama3": {
         "factor": "factor", "low_freq_factor": "low_freq_factor", "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_length",
+        "original_max_position_embeddings": "original_seq_len",
     },
     "yarn": {
-        "factor": "factor", "original_max_position_embeddings": "original_length", "beta_fast": "beta_fast",
+        "factor": "factor", "original_max_position_embeddings": "original_seq_len", "beta_fast": "beta_fast",
         "beta_slow": "beta_slow", "attention_factor": "attention_factor",
     },
 }  # fmt: skip

@@ -23,7 +23,7 @@ ROTARY = "rotary"
 
 
 @dataclass(frozen=True)
-class Row:
+class TensorRow:
     """One tensor of the hub as (a part of) one parameter."""
 
     name: str
@@ -40,17 +40,19 @@ class Row:
     """The rotary tail of this dim rotates neighbours in the hub, and halves here."""
 
 
-def at(name: str, hub: str, ours: str = "", part: int = 0, parts: int = 1, turned: str = "") -> Row:
+def at(name: str, hub: str, ours: str = "", part: int = 0, parts: int = 1, turned: str = "") -> TensorRow:
     """A row; `ours` is the hub's dims in their order where it is left out."""
-    return Row(name, hub, ours or hub.replace(",", ""), part, parts, turned)
+    return TensorRow(name, hub, ours or hub.replace(",", ""), part, parts, turned)
 
 
-def hub_shape(row: Row, sizes: Sizes) -> tuple[int, ...]:
+def hub_shape(row: TensorRow, sizes: Sizes) -> tuple[int, ...]:
     """Shape of the hub's tensor; `sizes` of every letter."""
     return tuple(math.prod(_size(row, sizes, letter) for letter in dim) for dim in row.hub.split(","))
 
 
-def read(row: Row, sizes: Sizes, spans: Sequence[Span], fetch: Callable[[tuple[slice, ...]], np.ndarray]) -> np.ndarray:
+def read(
+    row: TensorRow, sizes: Sizes, spans: Sequence[Span], fetch: Callable[[tuple[slice, ...]], np.ndarray]
+) -> np.ndarray:
     """The block `spans` (one a dim of ours) of the parameter, from the slices of the hub's tensor that hold it."""
     wanted = dict(zip(row.ours, spans, strict=True)) | {PART: (row.part, row.part + 1)}
     if row.turned:
@@ -73,7 +75,7 @@ def read(row: Row, sizes: Sizes, spans: Sequence[Span], fetch: Callable[[tuple[s
     return block
 
 
-def write(rows: Sequence[tuple[Row, np.ndarray]], sizes: Sizes) -> np.ndarray:
+def write(rows: Sequence[tuple[TensorRow, np.ndarray]], sizes: Sizes) -> np.ndarray:
     """The hub's tensor that these rows, with their whole parameters, make up."""
     ordered = sorted(rows, key=lambda pair: pair[0].part)
     first = ordered[0][0]
@@ -96,7 +98,7 @@ def halves_from_pairs(width: int, rotary: int) -> np.ndarray:
     return turned
 
 
-def _size(row: Row, sizes: Sizes, letter: str) -> int:
+def _size(row: TensorRow, sizes: Sizes, letter: str) -> int:
     return row.parts if letter == PART else sizes[letter]
 
 

@@ -64,8 +64,8 @@ def import_run(
             f"{corpus.tokenizer.vocab_size - 1}, beyond the {hub['vocab_size']} rows of {directory}: use the model's "
             "own tokenizer"
         )
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.saved["params"])
-    params = load(directory, family, setup.plain, hub["vocab_size"], shardings)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.checkpoint_layout["params"])
+    params = load(directory, family, setup.canonical, hub["vocab_size"], shardings)
     _write(directory, run, parsed(run / ORIGIN), setup, corpus, params)
     return {
         "family": family.name,
@@ -100,7 +100,7 @@ def export_run(
     step, params = _weights(run, config, setup, tokenizer)
     bounds = max(math.floor(max_shard_gb * 1e9), 1)
     with new_folder(directory) as half:
-        counts = save(half, chosen, setup.plain, params, vocabulary, dtype, bounds)
+        counts = save(half, chosen, setup.canonical, params, vocabulary, dtype, bounds)
         special = {key: hub[key] for key in SPECIAL if key in hub} or _special(tokenizer)
         if jax.process_index() == 0:
             write_json(half / "config.json", {**said, **special, "dtype": dtype, "torch_dtype": dtype})
@@ -134,11 +134,11 @@ def _write(directory: Path, run: Path, config: RunConfig, setup: Setup, corpus: 
                 shutil.copyfile(directory / name, run / ORIGIN / name)
     first = setup.phases[0]
     shards = resolve_virtual_shards(config.data, *(phase.global_batch for phase in setup.phases))
-    lo, hi = owned_rows(setup.plans[0], setup.batch_sharding, first.length)
+    lo, hi = owned_rows(setup.batch_shapes[0], setup.batch_sharding, first.seq_len)
     stream = open_stream(corpus.train, config, shards_of_rows(lo, hi, first.global_batch, shards))
     meta = checkpoint_meta(config, setup.topology.sizes, corpus, step=0, updates=0, tokens=0, skipped=0)
     with contextlib.closing(Checkpoints(run / "checkpoints", config.checkpoint)) as checkpoints:
-        checkpoints.save(0, setup.adopt_saved(params), gather_json(stream.get_state()), meta)
+        checkpoints.save(0, setup.checkpoint_state_from_params(params), gather_json(stream.get_state()), meta)
         checkpoints.wait()
 
 
@@ -158,7 +158,7 @@ def _say(config: RunConfig, vocabulary: int, name: str | None) -> tuple[Family, 
 
 def _weights(run: Path, config: RunConfig, setup: Setup, tokenizer: TextTokenizer) -> tuple[int, Any]:
     with contextlib.closing(Checkpoints(run / "checkpoints", config.checkpoint)) as checkpoints:
-        found = checkpoints.restore(setup.saved)
+        found = checkpoints.restore(setup.checkpoint_layout)
     if found is None:
         raise ConfigError(f"{run} has no checkpoint yet: train it first")
     if found.meta["tokenizer"] != tokenizer.fingerprint:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import jax
 
 from jaxtrain.config import ConfigError
-from jaxtrain.launch.place import Place, explicit_place, scheduled_place, split_address
+from jaxtrain.launch.process import ProcessInfo, explicit_process, scheduled_process, split_address
 
 FAILED = 13
 """Exit status of a process of several that ended by an exception which is no ConfigError."""
@@ -35,7 +35,7 @@ def join(
     or impossible and when the coordinator (process 0) cannot be reached or cannot listen; when processes stay away
     until `timeout` seconds have passed, a like message is printed and the process exits with status 2.
     """
-    place = explicit_place(coordinator, processes, process_id) or scheduled_place(os.environ)
+    place = explicit_process(coordinator, processes, process_id) or scheduled_process(os.environ)
     if place is None:
         return
     deadline = time.monotonic() + timeout
@@ -51,7 +51,7 @@ def join(
 
 def under_scheduler() -> bool:
     """Whether Open MPI's or Slurm's variables say that this process is one of several."""
-    return scheduled_place(os.environ) is not None
+    return scheduled_process(os.environ) is not None
 
 
 def barrier(key: str, timeout: float = 300.0) -> None:
@@ -90,7 +90,7 @@ def guard(main: Callable[[], int]) -> int:
     os._exit(status)
 
 
-def _initialize(place: Place, timeout: float) -> None:
+def _initialize(place: ProcessInfo, timeout: float) -> None:
     bind = None
     if place.coordinator is not None and _is_loopback(split_address(place.coordinator)[0]):
         bind = place.coordinator
@@ -145,7 +145,7 @@ def _wait_for_listener(host: str, port: int, deadline: float) -> None:
         time.sleep(0.1)
 
 
-def _missing_processes(place: Place, timeout: float) -> str:
+def _missing_processes(place: ProcessInfo, timeout: float) -> str:
     where = place.coordinator or "the coordinator that Open MPI names"
     return (
         f"jaxtrain: process {place.process_id} waited {timeout:.0f} s at {where} for all {place.processes} processes "

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from jaxtrain.config import ConfigError
-from jaxtrain.launch.place import visible_gpus
+from jaxtrain.launch.process import visible_gpus
 
 GRACE_S = 5.0
 """Seconds that the others are left when one process has failed: what they hold cannot be saved without it."""

@@ -36,6 +36,7 @@ Tree = Any
 # An optimizer's own constants and counters (Newton-Schulz coefficients, one count a layer) are vectors this short at
 # most; they are replicated.
 CONSTANTS = 1024
+PARTS = ("weights", "masters", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,22 @@ class Layout:
     """
 
     weights: Tree
-    masters: Tree
+    master_params: Tree
     gradients: Tree
     optimizer: Tree
     batch_axes: tuple[Axis, ...]
     deferred_axes: tuple[Axis, ...]
-    length_axes: tuple[Axis, ...]
+    sequence_axes: tuple[Axis, ...]
     resolved: Mapping[str, Resolved]
     notes: tuple[str, ...]
     rules: Rules
     sizes: Mapping[Axis, int]
+
+    @property
+    def parts(self) -> dict[str, Tree]:
+        """Spec trees under the names that JSON output and sharding.json use."""
+        trees = (self.weights, self.master_params, self.gradients, self.optimizer)
+        return dict(zip(PARTS, trees, strict=True))
 
     def optimizer_specs(self, abstract_state: Tree, params: Tree) -> Tree:
         """Spec of every leaf of an optax state (arrays or ShapeDtypeStructs) over a tree of Param.
@@ -82,7 +89,7 @@ class Layout:
         return jax.tree_util.tree_unflatten(treedef, out)
 
 
-def plan_layout(params: Tree, rules: Rules, sizes: Mapping[Axis, int], separate_masters: bool) -> Layout:
+def build_layout(params: Tree, rules: Rules, sizes: Mapping[Axis, int], separate_master_params: bool) -> Layout:
     """Specs of everything that belongs to a parameter; `params` is a tree of Param.
 
     separate_masters: weights are cast from float32 masters, which then take the optimizer's spec. Raises one
@@ -108,12 +115,12 @@ def plan_layout(params: Tree, rules: Rules, sizes: Mapping[Axis, int], separate_
     sharding = {axis for one in resolved.values() for reason in one.reasons for axis in reason.axes}
     return Layout(
         weights=weights,
-        masters=optimizer if separate_masters else weights,
+        master_params=optimizer if separate_master_params else weights,
         gradients=_map(lambda name: extended["gradients"][name] or resolved[name].spec, params),
         optimizer=optimizer,
         batch_axes=batch_axes,
         deferred_axes=tuple(axis for axis in batch_axes if axis not in sharding),
-        length_axes=tuple(axis for axis in rules.axes("length") if sizes[axis] > 1),
+        sequence_axes=tuple(axis for axis in rules.axes("seq_len") if sizes[axis] > 1),
         resolved=resolved,
         notes=notes,
         rules=rules,

@@ -27,8 +27,8 @@ Table = Mapping[str, tuple[Axis, ...]]
 
 BASE: Table = {
     "batch": ("data", "expert"),
-    "length": ("seq",),
-    "residual_length": ("seq",),
+    "seq_len": ("seq",),
+    "residual_seq": ("seq",),
     "layers": ("pipe",),
     "experts": ("expert",),
     # Embedding and head belong to no stage: idle stages share their work.
@@ -44,7 +44,7 @@ PRESETS: dict[str, Table] = {
     "fsdp": _FSDP,
     "hybrid_fsdp": {"batch": ("data", "expert", "tensor"), "embed": ("tensor",), "norm": ("tensor",)},
     "tensor": _TENSOR,
-    "tensor_sequence": {**_TENSOR, "residual_length": ("seq", "tensor")},
+    "tensor_sequence": {**_TENSOR, "residual_seq": ("seq", "tensor")},
 }
 
 _OPTIONS = {"preset", "replicated_limit", "allow"}
@@ -54,15 +54,15 @@ WHOLE = "whole"
 """The name of a dim that no rule can shard."""
 UNRULED = (WHOLE, DEPTHS)
 """Names that are no entry of the table."""
-ACTIVATION_ONLY = {"batch", "length", "residual_length", "hidden"}
+ACTIVATION_ONLY = {"batch", "seq_len", "residual_seq", "hidden"}
 # The activations that a decoder constrains: their names must not claim one axis twice either.
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "residual": ("batch", "residual_length", "hidden"),
-    "half-block input": ("batch", "length", "hidden"),
-    "queries": ("batch", "length", "heads", "head_dim"),
-    "keys": ("batch", "length", "kv_heads", "head_dim"),
-    "feed-forward": ("batch", "length", "mlp"),
-    "logits": ("batch", "length", "vocab"),
+    "residual": ("batch", "residual_seq", "hidden"),
+    "half-block input": ("batch", "seq_len", "hidden"),
+    "queries": ("batch", "seq_len", "heads", "head_dim"),
+    "keys": ("batch", "seq_len", "kv_heads", "head_dim"),
+    "feed-forward": ("batch", "seq_len", "mlp"),
+    "logits": ("batch", "seq_len", "vocab"),
 }
 # Findings that can be accepted; an unknown name and an impossible activation cannot.
 NO_RULE = "no rule"
@@ -253,7 +253,7 @@ class _Context:
     rules: Rules
     mesh: Mesh | AbstractMesh
     without: frozenset[str]
-    alike: tuple[Axis, ...] = ()
+    replicated: tuple[Axis, ...] = ()
 
 
 _CONTEXT: ContextVar[_Context | None] = ContextVar("jaxtrain_rules", default=None)
@@ -270,12 +270,12 @@ def use_rules(rules: Rules, mesh: Mesh | AbstractMesh, without: Iterable[str] = 
 
 
 @contextmanager
-def alike_along(*axes: Axis) -> Iterator[None]:
+def replicated_over(*axes: Axis) -> Iterator[None]:
     """Say that the devices along `axes` hold and compute the same: `manual` sums no gradients over them."""
     context = _CONTEXT.get()
     if context is None:
         raise AssertionError("alike_along: no mesh here")
-    token = _CONTEXT.set(replace(context, alike=tuple(axis for axis in axes if context.mesh.shape[axis] > 1)))
+    token = _CONTEXT.set(replace(context, replicated=tuple(axis for axis in axes if context.mesh.shape[axis] > 1)))
     try:
         yield
     finally:
@@ -335,7 +335,7 @@ def active_mesh() -> Mesh | AbstractMesh | None:
     return None if context is None else context.mesh
 
 
-def manual(function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
+def shard_mapped(function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[..., Any]:
     """`function` of each device's shards, in a shard_map that is manual over the whole mesh of `use_rules`.
 
     `inputs` (a tuple, one entry an argument) and `outputs` are trees of PartitionSpec. Axes of an enclosing vmap, whose
@@ -346,15 +346,15 @@ def manual(function: Callable[..., Any], inputs: Any, outputs: Any) -> Callable[
     if context is None:
         raise AssertionError("manual: no mesh here")
     run = jax.shard_map(function, mesh=context.mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-    if not context.alike:
+    if not context.replicated:
         return run
     # A shard_map sums the gradient of what it does not cut over an axis over it: a dim of copies is cut, and is free.
-    each = jax.vmap(run, spmd_axis_name=context.alike)
+    each = jax.vmap(run, spmd_axis_name=context.replicated)
 
-    def alike(*args: Any) -> Any:
+    def replicated(*args: Any) -> Any:
         return _map_specs(partial(_one, context), outputs, each(*_map_specs(partial(_each, context), inputs, args)))
 
-    return alike
+    return replicated
 
 
 def _map_specs(function: Callable[[PartitionSpec, Any], Any], specs: Any, tree: Any) -> Any:
@@ -369,15 +369,15 @@ def _map_specs(function: Callable[[PartitionSpec, Any], Any], specs: Any, tree: 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _each(context: _Context, spec: PartitionSpec, x: jax.Array) -> jax.Array:
     """Copies of x along a new first dim that is cut over axes whose devices are alike: each holds its own already."""
-    copies = math.prod(context.mesh.shape[axis] for axis in context.alike)
-    placed = NamedSharding(context.mesh, PartitionSpec(context.alike, *spec))
+    copies = math.prod(context.mesh.shape[axis] for axis in context.replicated)
+    placed = NamedSharding(context.mesh, PartitionSpec(context.replicated, *spec))
     return jax.lax.with_sharding_constraint(jnp.broadcast_to(x, (copies, *x.shape)), placed)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _one(context: _Context, spec: PartitionSpec, x: jax.Array) -> jax.Array:
     """The inverse of `_each`."""
-    cut = PartitionSpec(context.alike, *spec)
+    cut = PartitionSpec(context.replicated, *spec)
     return jax.shard_map(lambda x: x[0], mesh=context.mesh, in_specs=cut, out_specs=spec, check_vma=False)(x)
 
 
@@ -385,8 +385,10 @@ def _kept(function: Callable[..., jax.Array], context: _Context, spec: Partition
     return function(context, spec, x), None
 
 
-def _back(function: Callable[..., jax.Array], context: _Context, spec: PartitionSpec, _: None, slope: jax.Array) -> Any:
-    return (function(context, spec, slope),)
+def _back(
+    function: Callable[..., jax.Array], context: _Context, spec: PartitionSpec, _: None, cotangent: jax.Array
+) -> Any:
+    return (function(context, spec, cotangent),)
 
 
 _each.defvjp(partial(_kept, _each), partial(_back, _one))

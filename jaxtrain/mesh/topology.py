@@ -90,18 +90,18 @@ def build_topology(mesh: MeshConfig, cluster: ClusterConfig, devices: Sequence[A
     """Lay devices (null: all that jax finds) over the mesh, domain by domain, in whatever order they are handed in.
 
     Raises ConfigError when sizes do not multiply out, domains are uneven, or a (data, pipe) coordinate's
-    tensor x expert group leaves its domain and mesh.allow_torn does not say so.
+    tensor x expert group leaves its domain and mesh.allow_cross_domain does not say so.
     """
     found = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(mesh, len(found))
     domains = fast_domains(found, cluster)
-    bound = tuple(axis for axis in TIGHT if axis not in mesh.allow_torn)
+    bound = tuple(axis for axis in TIGHT if axis not in mesh.allow_cross_domain)
     order = _physical_order(sizes, len(domains[0]), bound)
     flat = np.empty(len(found), dtype=object)
     flat[:] = [device for domain in domains for device in domain]
     number = np.repeat(np.arange(len(domains)), len(domains[0]))
     topology = Topology(flat[order], number[order])
-    _refuse_torn(topology, bound, domains)
+    _refuse_cross_domain(topology, bound, domains)
     return topology
 
 
@@ -140,7 +140,7 @@ def fast_domains(devices: Sequence[Any], cluster: ClusterConfig) -> list[list[An
     return domains
 
 
-def torn_groups(
+def cross_domain_groups(
     domain: np.ndarray, axes: tuple[Axis, ...] = TIGHT
 ) -> list[tuple[dict[Axis, int], dict[int, np.ndarray]]]:
     """Groups along `axes` of a five-axis array of domain numbers that touch several domains.
@@ -181,10 +181,10 @@ def _domains_touched(domain: np.ndarray, axes: tuple[Axis, ...]) -> int:
     return int((np.diff(groups, axis=1) != 0).sum(axis=1).max() + 1)
 
 
-def _refuse_torn(topology: Topology, bound: tuple[Axis, ...], domains: list[list[Any]]) -> None:
+def _refuse_cross_domain(topology: Topology, bound: tuple[Axis, ...], domains: list[list[Any]]) -> None:
     if not bound or _domains_touched(topology.domain, bound) == 1:
         return
-    torn = torn_groups(topology.domain, bound)
+    torn = cross_domain_groups(topology.domain, bound)
     place, members = torn[0]
     flat, sizes, size = topology.devices.ravel(), topology.sizes, len(domains[0])
     group = " x ".join(f"{axis} {sizes[axis]}" for axis in bound)
@@ -199,7 +199,7 @@ def _refuse_torn(topology: Topology, bound: tuple[Axis, ...], domains: list[list
         f"{len(members)} fast domains ({len(torn)} such groups; {len(domains)} domains of {size} devices):\n{parts}\n"
         f"choose sizes whose product ({extent}) divides the {size} devices of a domain"
         f" ({' x '.join('mesh.' + axis for axis in bound)}), tell cluster.domain_size if more devices share fast "
-        f"links, or accept the cost with mesh.allow_torn: [{', '.join(_would_help(sizes, size, bound))}]"
+        f"links, or accept the cost with mesh.allow_cross_domain: [{', '.join(_would_help(sizes, size, bound))}]"
     )
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.rules import constrain
-from jaxtrain.nn.layers import MLP, NOTHING, Attention, Flow, Norm, Totals
+from jaxtrain.nn.layers import MLP, NOTHING, Attention, BatchTotals, Flow, Norm
 from jaxtrain.nn.mla import LatentAttention
 from jaxtrain.nn.moe import MoE
 from jaxtrain.numerics.remat import tag
@@ -33,7 +33,7 @@ class Block(nnx.Module):
         self.mlp = MoE(config, rngs) if mixture else MLP(config, rngs)
 
     def __call__(
-        self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None, own: Totals = NOTHING
+        self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None, own: BatchTotals = NOTHING
     ) -> tuple[jax.Array, Stats]:
         """[B, L, D] -> [B, L, D], and what the layer reports; `own` is added to the totals that this layer sees."""
         h_BLD = tag(normalise(self.attention_norm, x_BLD), "attention_input")
@@ -47,9 +47,9 @@ class Block(nnx.Module):
 
 def normalise(norm: Norm, x_BLD: jax.Array) -> jax.Array:
     """A norm computed where the residual stream lies, then moved: else it is computed on the gathered sequence."""
-    return constrain(constrain(norm(x_BLD), "batch", "residual_length", "hidden"), "batch", "length", "hidden")
+    return constrain(constrain(norm(x_BLD), "batch", "residual_seq", "hidden"), "batch", "seq_len", "hidden")
 
 
 def _add(x_BLD: jax.Array, branch_BLD: jax.Array) -> jax.Array:
     """Back to the residual stream; the branch itself is constrained, so that its partial sums are scattered there."""
-    return x_BLD + constrain(branch_BLD, "batch", "residual_length", "hidden")
+    return x_BLD + constrain(branch_BLD, "batch", "residual_seq", "hidden")

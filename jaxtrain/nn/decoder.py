@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from jaxtrain.config import ConfigError, ModelConfig, RematConfig
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.block import Block, Stats, normalise
-from jaxtrain.nn.layers import NOTHING, Embedding, Flow, Linear, Norm, Totals
-from jaxtrain.nn.mtp import Further, further_fields
+from jaxtrain.nn.layers import NOTHING, BatchTotals, Embedding, Flow, Linear, Norm
+from jaxtrain.nn.mtp import MTPBlock, shifted_fields
 from jaxtrain.nn.stack import run_layers
 from jaxtrain.numerics.remat import checkpointed
 from jaxtrain.ops import rope
@@ -102,14 +102,14 @@ class Decoder(nnx.Module):
             rngs, "BLD,DV->BLV", (D, V), ("embed", "vocab"), config.init_std, None
         )  # fmt: skip
         self.head = head
-        self.mtp: Any = _stack(Further, config, rngs, config.mtp, mixture) if config.mtp else None
+        self.mtp: Any = _stack(MTPBlock, config, rngs, config.mtp, mixture) if config.mtp else None
 
     def __call__(
         self,
         tokens_BL: jax.Array,
         positions_BL: jax.Array,
         segments_BL: jax.Array,
-        totals: Totals,
+        totals: BatchTotals,
         remat: RematConfig,
     ) -> tuple[jax.Array, Stats]:
         """Token, position and segment ids [B, L] -> the residual stream after the final norm [B, L, D], and stats."""
@@ -154,7 +154,7 @@ class Decoder(nnx.Module):
         tokens_BL: jax.Array,
         positions_BL: jax.Array,
         segments_BL: jax.Array,
-        totals: Totals,
+        totals: BatchTotals,
         remat: RematConfig,
     ) -> tuple[list[jax.Array], Stats]:
         """The stream [B, L, D] from which each depth of multi-token prediction reads one further token, and stats.
@@ -168,7 +168,7 @@ class Decoder(nnx.Module):
         streams, reports = [], []
         for depth in range(config.mtp):
             params, known = jax.tree.map(lambda a, depth=depth: a[depth], (nnx.to_pure_dict(stacked), own))
-            ids_BL, spans_BL = further_fields(depth + 1, segments_BL, (tokens_BL, 0), (segments_BL, 0))
+            ids_BL, spans_BL = shifted_fields(depth + 1, segments_BL, (tokens_BL, 0), (segments_BL, 0))
             flow = self.flow(positions_BL, spans_BL, totals)
 
             def predict(
@@ -186,10 +186,10 @@ class Decoder(nnx.Module):
     def enter(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
         """Token and position ids [B, L] -> the residual stream before the first layer [B, L, D]."""
         # Two steps: a table split over vocabulary sums whole rows, which are then scattered over the residual's shards.
-        x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "length", "hidden")
-        return constrain(x_BLD, "batch", "residual_length", "hidden")
+        x_BLD = constrain(self.embed(tokens_BL, positions_BL), "batch", "seq_len", "hidden")
+        return constrain(x_BLD, "batch", "residual_seq", "hidden")
 
-    def flow(self, positions_BL: jax.Array, segments_BL: jax.Array, totals: Totals = NOTHING) -> Flow:
+    def flow(self, positions_BL: jax.Array, segments_BL: jax.Array, totals: BatchTotals = NOTHING) -> Flow:
         """What every layer sees of the batch, from position and segment ids [B, L]."""
         config = self.config
         turning = rope.scaled(config.mla.rope_dim if config.mla.kv_rank else config.width_of_head, config.rope)
@@ -206,6 +206,6 @@ def layer_data(config: ModelConfig) -> NDArray[np.int32]:
     return np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
 
 
-def _stack(module: type[Block] | type[Further], config: ModelConfig, rngs: nnx.Rngs, n: int, mixture: bool) -> Any:
+def _stack(module: type[Block] | type[MTPBlock], config: ModelConfig, rngs: nnx.Rngs, n: int, mixture: bool) -> Any:
     """`n` modules, each of random numbers of its own, as one whose parameters have them as first dim."""
     return nnx.vmap(lambda key: module(config, nnx.Rngs(key), mixture))(jax.random.split(rngs.params(), n))

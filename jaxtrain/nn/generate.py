@@ -23,12 +23,12 @@ def sample(
     Raises ConfigError for an empty prompt, and where the text would be longer than learned positions.
     Call it outside `use_rules`: one row cannot be split over replicas.
     """
-    length, longest = len(prompt_ids) + n, model.config.max_length
+    length, longest = len(prompt_ids) + n, model.config.max_seq_len
     if not len(prompt_ids):
         raise ConfigError("train.sample_prompt has no token: give at least one character, or an empty prompt for none")
     if model.config.positions == "learned" and length > longest:
         raise ConfigError(
-            f"train.sample_tokens {n} after a prompt of {len(prompt_ids)} tokens exceeds model.max_length {longest}, "
+            f"train.sample_tokens {n} after a prompt of {len(prompt_ids)} tokens exceeds model.max_seq_len {longest}, "
             "the rows of learned positions: sample fewer tokens"
         )
     buffer = np.zeros(length, np.int32)

@@ -51,12 +51,12 @@ def constant(value: float, shape: tuple[int, ...], names: Names) -> nnx.Param:
     return nnx.Param(jnp.full(shape, value, jnp.float32), names=names)
 
 
-Totals = Mapping[str, Any]
+BatchTotals = Mapping[str, Any]
 """What is known of a global batch before its first microbatch, the divisors of every mean.
 
 Leaves of `mixtures` belong to a layer each: their first dim is that of the stats, see `decoder.mixture_layers`.
 """
-NOTHING: Totals = {}
+NOTHING: BatchTotals = {}
 
 
 class Flow(NamedTuple):
@@ -68,7 +68,7 @@ class Flow(NamedTuple):
     """Place of each token in its document."""
     rotation: tuple[jax.Array, jax.Array] | None
     """Cosines and sines [B, L, E/2] of rotary positions."""
-    totals: Totals = NOTHING
+    totals: BatchTotals = NOTHING
     """What is known of the global batch; nothing where no loss follows."""
 
 
@@ -130,13 +130,13 @@ class Attention(nnx.Module):
         out_BLHE = attention.attend(
             q_BLHE, k_BLKE, v_BLKE, flow.segments_BL, flow.positions_BL, window, self.softcap, self.scale, sinks_H
         )
-        return self.out(constrain(out_BLHE, "batch", "length", "heads", "head_dim"))
+        return self.out(constrain(out_BLHE, "batch", "seq_len", "heads", "head_dim"))
 
     @staticmethod
     def _place(
         x_BLHE: jax.Array, normalise: Norm | None, rotation: tuple[jax.Array, jax.Array] | None, heads: str
     ) -> jax.Array:
-        x_BLHE = constrain(x_BLHE, "batch", "length", heads, "head_dim")
+        x_BLHE = constrain(x_BLHE, "batch", "seq_len", heads, "head_dim")
         if normalise is not None:
             x_BLHE = normalise(x_BLHE)
         if rotation is not None:
@@ -159,11 +159,11 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """[B, L, D] -> [B, L, D]."""
-        up_BLF = tag(constrain(self.up(x_BLD), "batch", "length", "mlp"), "mlp_up")
+        up_BLF = tag(constrain(self.up(x_BLD), "batch", "seq_len", "mlp"), "mlp_up")
         if self.gate is None:
             hidden_BLF = NONLINEARITIES[self.activation](up_BLF)
         else:
-            gate_BLF = tag(constrain(self.gate(x_BLD), "batch", "length", "mlp"), "mlp_gate")
+            gate_BLF = tag(constrain(self.gate(x_BLD), "batch", "seq_len", "mlp"), "mlp_gate")
             hidden_BLF = GATED[self.activation](gate_BLF, up_BLF)
         return self.down(tag(hidden_BLF, "mlp_hidden"))
 
@@ -175,7 +175,7 @@ class Embedding(nnx.Module):
         D, std = config.d_model, config.init_std
         learned = config.positions == "learned"
         self.tokens = gaussian(rngs, (config.vocab_size, D), ("vocab", "embed"), std)
-        self.positions = gaussian(rngs, (config.max_length, D), ("positions", "embed"), std) if learned else None
+        self.positions = gaussian(rngs, (config.max_seq_len, D), ("positions", "embed"), std) if learned else None
 
     def __call__(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
         """Token and position ids [B, L] -> [B, L, D]."""

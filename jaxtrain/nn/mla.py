@@ -65,7 +65,7 @@ class LatentAttention(nnx.Module):
     def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None) -> jax.Array:
         """[B, L, D] -> [B, L, D]; `window` counts visible tokens, None is all."""
         E, P, R = self.widths
-        latent_BLR = tag(constrain(self.kv_down(x_BLD), "batch", "length", None), "latent")
+        latent_BLR = tag(constrain(self.kv_down(x_BLD), "batch", "seq_len", None), "latent")
         kv_BLHE = _heads(self.kv_up(self.kv_latent_norm(latent_BLR[..., :R])))
         k_BLHE, v_BLHV = kv_BLHE[..., :E], kv_BLHE[..., E:]
         shared_BLHP = jnp.broadcast_to(
@@ -83,12 +83,12 @@ class LatentAttention(nnx.Module):
     def _queries(self, x_BLD: jax.Array) -> jax.Array:
         if hasattr(self, "query"):
             return self.query(x_BLD)
-        latent_BLR = tag(constrain(self.query_down(x_BLD), "batch", "length", None), "latent")
+        latent_BLR = tag(constrain(self.query_down(x_BLD), "batch", "seq_len", None), "latent")
         return self.query_up(self.query_latent_norm(latent_BLR))
 
 
 def _heads(x_BLHE: jax.Array) -> jax.Array:
-    return constrain(x_BLHE, "batch", "length", "heads", "head_dim")
+    return constrain(x_BLHE, "batch", "seq_len", "heads", "head_dim")
 
 
 def _turn(x_BLHP: jax.Array, flow: Flow) -> jax.Array:

@@ -16,9 +16,9 @@ from jaxtrain.mesh.param import DEPTHS, Param
 from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.block import Stats
 from jaxtrain.nn.decoder import Decoder, check_segments, layer_data, layer_stacks
-from jaxtrain.nn.layers import NOTHING, Flow, Totals
+from jaxtrain.nn.layers import NOTHING, BatchTotals, Flow
 from jaxtrain.nn.mla import check_latent
-from jaxtrain.nn.mtp import further_labels
+from jaxtrain.nn.mtp import mtp_labels
 from jaxtrain.numerics.remat import check_remat
 from jaxtrain.ops.loss import cross_entropy, soft_cap
 
@@ -48,7 +48,7 @@ class Model:
         positions_BL: jax.Array,
         segments_BL: jax.Array,
         remat: RematConfig = KEEP_ALL,
-        totals: Totals = NOTHING,
+        totals: BatchTotals = NOTHING,
     ) -> tuple[jax.Array, Stats]:
         """Token, position (in its document) and segment ids (0 is padding) -> [B, L, D] after the final norm, stats.
 
@@ -59,13 +59,13 @@ class Model:
         check_segments(remat, self.config)
         return nnx.merge(self.graph, params)(tokens_BL, positions_BL, segments_BL, totals, remat)
 
-    def further_loss(
+    def mtp_loss(
         self,
         params: Tree,
         x_BLD: jax.Array,
         rows: Mapping[str, jax.Array],
         remat: RematConfig,
-        totals: Totals,
+        totals: BatchTotals,
         batch_shards: int = 1,
     ) -> tuple[jax.Array, dict[str, jax.Array], Stats]:
         """A microbatch's share of the weighted loss of model.mtp's further tokens, its sums, and stats of its layers.
@@ -76,7 +76,7 @@ class Model:
         config, head_DV = self.config, self.head(params)
         fields = (rows["tokens"], rows["positions"], rows["segments"])
         streams, stats = nnx.merge(self.graph, params).further(x_BLD, *fields, totals, remat)
-        labels_KBL = further_labels(rows["labels"], rows["segments"], config.mtp)
+        labels_KBL = mtp_labels(rows["labels"], rows["segments"], config.mtp)
         parts = [
             cross_entropy(x_BLD, head_DV, labels_BL, config.logit_softcap, batch_shards)
             for x_BLD, labels_BL in zip(streams, labels_KBL, strict=True)
@@ -104,7 +104,7 @@ class Model:
 
         return run
 
-    def data(self, totals: Totals = NOTHING) -> dict[str, tuple[Any, Tree]]:
+    def data(self, totals: BatchTotals = NOTHING) -> dict[str, tuple[Any, Tree]]:
         """What the layers of each stack see, each its row: their windows where they differ, their totals."""
         stacks, differ = np.array(self.stacks), len(set(self.config.windows)) > 1
         own = {"layers": jax.tree.map(lambda a: a[: self.stacks.count("layers")], totals.get("mixtures", {}))}
@@ -113,7 +113,9 @@ class Model:
             for stack in dict.fromkeys(self.stacks)
         }
 
-    def flow(self, params: Tree, positions_BL: jax.Array, segments_BL: jax.Array, totals: Totals = NOTHING) -> Flow:
+    def flow(
+        self, params: Tree, positions_BL: jax.Array, segments_BL: jax.Array, totals: BatchTotals = NOTHING
+    ) -> Flow:
         """What every layer sees of the batch beside the residual stream; each layer's own totals come by `data`."""
         common = {name: total for name, total in totals.items() if name != "mixtures"}
         return nnx.merge(self.graph, params).flow(positions_BL, segments_BL, common)
@@ -129,9 +131,9 @@ class Model:
     def logits(self, params: Tree, tokens_BL: jax.Array, positions_BL: jax.Array, segments_BL: jax.Array) -> jax.Array:
         """Float32 logits [B, L, V], soft-capped where configured; training uses ops.loss, which never keeps them."""
         x_BLD, _ = self.hidden(params, tokens_BL, positions_BL, segments_BL)
-        x_BLD = constrain(x_BLD, "batch", "length", "hidden")
+        x_BLD = constrain(x_BLD, "batch", "seq_len", "hidden")
         logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, self.head(params), preferred_element_type=jnp.float32)
-        return soft_cap(constrain(logits_BLV, "batch", "length", "vocab"), self.config.logit_softcap)
+        return soft_cap(constrain(logits_BLV, "batch", "seq_len", "vocab"), self.config.logit_softcap)
 
     def to_stack(self, stack: str, rows: jax.Array) -> jax.Array:
         """Rows of a stack's layers in the model's order -> as the parameters hold them: the same order."""

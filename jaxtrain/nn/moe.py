@@ -77,11 +77,11 @@ class MoE(nnx.Module):
         expert group).
         """
         moe, real_BL, length = self.config.moe, flow.segments_BL > 0, x_BLD.shape[1]
-        logits_BLX = tag(constrain(self.router(x_BLD), "batch", "length", "whole"), "router_logits")
+        logits_BLX = tag(constrain(self.router(x_BLD), "batch", "seq_len", "whole"), "router_logits")
         correction = self.router.correction
         routed = routing.route(
             logits_BLX, real_BL, moe.top_k, moe.router, None if correction is None else correction[...],
-            moe.groups, moe.groups_kept, moe.scale,
+            moe.groups, moe.top_groups, moe.scale,
         )  # fmt: skip
         stats = self._losses(logits_BLX, routed, flow)
         stats["dropped"], capacity = jnp.zeros((), jnp.int32), None
@@ -96,7 +96,7 @@ class MoE(nnx.Module):
 
     def _losses(self, logits_BLX: jax.Array, routed: routing.Routed, flow: Flow) -> dict[str, jax.Array]:
         moe, known, real_BL = self.config.moe, flow.totals, flow.segments_BL > 0
-        totals = routing.Totals(
+        totals = routing.RoutingTotals(
             known.get("tokens", jnp.maximum(jnp.sum(real_BL), 1)),
             known.get("rows", jnp.maximum(jnp.sum(jnp.any(real_BL, axis=1)), 1)),
             known.get("load"),

@@ -17,12 +17,12 @@ from flax import nnx
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.rules import active_axes, active_mesh, constrain
 from jaxtrain.nn.block import Block, Stats, normalise
-from jaxtrain.nn.layers import Flow, Linear, Norm, Totals
+from jaxtrain.nn.layers import BatchTotals, Flow, Linear, Norm
 from jaxtrain.ops.loss import IGNORE
 from jaxtrain.ops.zigzag import places_after
 
 
-class Further(nnx.Module):
+class MTPBlock(nnx.Module):
     """One depth: stream and next embedding, each normalised, joined and projected, through a block and a norm."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, mixture: bool) -> None:
@@ -34,23 +34,23 @@ class Further(nnx.Module):
         self.norm = Norm(config.norm, D, ("norm",), eps)
 
     def __call__(
-        self, x_BLD: jax.Array, next_BLD: jax.Array, flow: Flow, window: int | None, own: Totals
+        self, x_BLD: jax.Array, next_BLD: jax.Array, flow: Flow, window: int | None, own: BatchTotals
     ) -> tuple[jax.Array, Stats]:
         """The stream after a final norm and the embedding of the next token [B, L, D] -> the same one depth on."""
         both_BLE = jnp.concatenate([normalise(self.embed_norm, next_BLD), normalise(self.hidden_norm, x_BLD)], axis=-1)
-        x_BLD = constrain(self.project(both_BLE), "batch", "residual_length", "hidden")
+        x_BLD = constrain(self.project(both_BLE), "batch", "residual_seq", "hidden")
         x_BLD, stats = self.block(x_BLD, flow, window, own)
         return normalise(self.norm, x_BLD), stats
 
 
-def further_fields(depth: int, segments_BL: jax.Array, *fields: tuple[jax.Array, int]) -> tuple[jax.Array, ...]:
+def shifted_fields(depth: int, segments_BL: jax.Array, *fields: tuple[jax.Array, int]) -> tuple[jax.Array, ...]:
     """Each field [..., L] `depth` tokens further in the same document, where there is such a token, else its filler.
 
-    Rows lie as the devices of "length" hold them (ops/zigzag.py); a token's further fields lie where it does. With
+    Rows lie as the devices of "seq_len" hold them (ops/zigzag.py); a token's further fields lie where it does. With
     segments as a field, what has no further token becomes padding: nothing attends to it and no router counts it.
     """
     mesh = active_mesh()
-    devices = math.prod(mesh.shape[axis] for axis in active_axes("length")) if mesh is not None else 1
+    devices = math.prod(mesh.shape[axis] for axis in active_axes("seq_len")) if mesh is not None else 1
     places_L, there_L = places_after(segments_BL.shape[-1], devices, depth)
 
     def shifted(field_BL: jax.Array, fill: int) -> jax.Array:
@@ -60,6 +60,6 @@ def further_fields(depth: int, segments_BL: jax.Array, *fields: tuple[jax.Array,
     return tuple(jnp.where(inside_BL, shifted(field_BL, fill), fill) for field_BL, fill in fields)
 
 
-def further_labels(labels_BL: jax.Array, segments_BL: jax.Array, depths: int) -> jax.Array:
+def mtp_labels(labels_BL: jax.Array, segments_BL: jax.Array, depths: int) -> jax.Array:
     """Labels of each depth [K, ..., L], IGNORE where the document has no such token or it is not scored."""
-    return jnp.stack([further_fields(k + 1, segments_BL, (labels_BL, IGNORE))[0] for k in range(depths)])
+    return jnp.stack([shifted_fields(k + 1, segments_BL, (labels_BL, IGNORE))[0] for k in range(depths)])

@@ -11,12 +11,12 @@ from jax import lax
 from jaxtrain.config import RematConfig
 from jaxtrain.numerics.remat import checkpointed
 
-Block = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
+LayerFunction = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
 """(params of a layer, x, data of a layer) -> (x, what the layer reports)."""
 
 
 def run_layers(
-    blocks: Sequence[Block], params: Sequence[Any], x_BLD: jax.Array, data: Sequence[Any], remat: RematConfig
+    blocks: Sequence[LayerFunction], params: Sequence[Any], x_BLD: jax.Array, data: Sequence[Any], remat: RematConfig
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """x through periods of layers: in each, x, report = blocks[i](params[i] of the period, x, data[i]) for each i.
 

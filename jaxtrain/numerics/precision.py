@@ -31,7 +31,7 @@ class Precision:
         return jnp.dtype(self.config.reduce)
 
     @property
-    def separate_masters(self) -> bool:
+    def separate_master_params(self) -> bool:
         """Whether float32 master weights exist beside the weights that compute.
 
         An 8-bit significand swallows any update below 2^-9 of the weight; the master keeps it.

@@ -37,7 +37,7 @@ DOTS = ("latent", "qkv", "attention_residual", "mlp_gate", "mlp_up", "router_log
 class _Tape:
     names: frozenset[str]
     values: list[jax.Array]
-    given: bool
+    restore_residuals: bool
 
 
 _TAPE: ContextVar[_Tape | None] = ContextVar("jaxtrain_kept", default=None)
@@ -49,16 +49,16 @@ def tag(x: jax.Array, name: str) -> jax.Array:
     tape = _TAPE.get()
     if tape is None or name not in tape.names:
         return checkpoint_name(x, name)
-    if tape.given:
+    if tape.restore_residuals:
         return _replaced(x, tape.values.pop(0))
     tape.values.append(x)
     return x
 
 
 @contextmanager
-def keeping(names: Iterable[str]) -> Iterator[list[jax.Array]]:
+def save_residuals(names: Iterable[str]) -> Iterator[list[jax.Array]]:
     """While tracing, collect the values of these names in the list that is given out."""
-    tape = _Tape(frozenset(names), [], given=False)
+    tape = _Tape(frozenset(names), [], restore_residuals=False)
     token = _TAPE.set(tape)
     try:
         yield tape.values
@@ -67,9 +67,9 @@ def keeping(names: Iterable[str]) -> Iterator[list[jax.Array]]:
 
 
 @contextmanager
-def given(names: Iterable[str], values: Iterable[jax.Array]) -> Iterator[None]:
+def restore_residuals(names: Iterable[str], values: Iterable[jax.Array]) -> Iterator[None]:
     """While tracing, take the values that `keeping` collected in this order: what made them is not computed again."""
-    tape = _Tape(frozenset(names), list(values), given=True)
+    tape = _Tape(frozenset(names), list(values), restore_residuals=True)
     token = _TAPE.set(tape)
     try:
         yield
@@ -87,7 +87,7 @@ def _replaced(x: jax.Array, value: jax.Array) -> jax.Array:
 _replaced.defvjp(lambda x, value: (value, None), lambda _, ct: (ct, None))
 
 
-def kept_names(remat: RematConfig) -> tuple[str, ...]:
+def residual_names(remat: RematConfig) -> tuple[str, ...]:
     """Names of what a policy keeps beside the input of a segment, where a backward pass is written by hand."""
     return {"dots": DOTS, "names": tuple(remat.names)}.get(remat.policy, ())
 

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 
 from jaxtrain.config import PrecisionConfig
 
-State = dict[str, jax.Array]
+ScalerState = dict[str, jax.Array]
 
 
-def init(config: PrecisionConfig) -> State:
+def init(config: PrecisionConfig) -> ScalerState:
     """Scalars `scale` float32; `good` finite updates since it moved, `skipped` in a row, `total_skipped` int32."""
     scale = config.scale_init if config.compute == "float16" else 1.0
     counts = {name: jnp.zeros((), jnp.int32) for name in ("good", "skipped", "total_skipped")}
     return {"scale": jnp.asarray(scale, jnp.float32), **counts}
 
 
-def update(config: PrecisionConfig, state: State, finite: jax.Array) -> State:
+def next_state(config: PrecisionConfig, state: ScalerState, finite: jax.Array) -> ScalerState:
     """State after an update whose gradients were all finite (bool scalar) or not.
 
     float16: the scale doubles after scale_growth_every finite updates, up to scale_max, and halves on overflow,

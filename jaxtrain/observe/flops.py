@@ -25,7 +25,7 @@ Compute = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
-class Flops:
+class ModelFlops:
     """Training FLOPs of one position, with masked scores left out (causal) and counted (full)."""
 
     causal: float
@@ -33,7 +33,7 @@ class Flops:
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFlops:
     """Dense TFLOP/s of one device; None where it has no such arithmetic or no published figure."""
 
     bfloat16: float | None
@@ -45,38 +45,38 @@ class Peak:
 
 
 # Makers' figures without sparsity, by whole words of jax' device_kind; of several names that fit the longest counts.
-PEAKS: dict[str, Peak] = {
+PEAKS: dict[str, PeakFlops] = {
     # NVIDIA V100 datasheet (SXM2)
-    "V100": Peak(None, 125.0, 15.7, 15.7),
+    "V100": PeakFlops(None, 125.0, 15.7, 15.7),
     # NVIDIA A100 datasheet (SXM and PCIe have the same peaks)
-    "A100": Peak(312.0, 312.0, 156.0, 19.5),
+    "A100": PeakFlops(312.0, 312.0, 156.0, 19.5),
     # NVIDIA A10, L4, L40, L40S datasheets, sparse figures halved
-    "A10": Peak(125.0, 125.0, 62.5, 31.2),
-    "L4": Peak(121.0, 121.0, 60.0, 30.3),
-    "L40": Peak(181.05, 181.05, 90.5, 90.5),
-    "L40S": Peak(362.05, 362.05, 183.0, 91.6),
+    "A10": PeakFlops(125.0, 125.0, 62.5, 31.2),
+    "L4": PeakFlops(121.0, 121.0, 60.0, 30.3),
+    "L40": PeakFlops(181.05, 181.05, 90.5, 90.5),
+    "L40S": PeakFlops(362.05, 362.05, 183.0, 91.6),
     # NVIDIA H100 architecture whitepaper v1.04, table 2; NVL: H100 NVL product brief, sparse figures halved
-    "H100": Peak(989.4, 989.4, 494.7, 66.9),
-    "H100 PCIe": Peak(756.0, 756.0, 378.0, 51.2),
-    "H100 NVL": Peak(835.5, 835.5, 417.5, 60.0),
+    "H100": PeakFlops(989.4, 989.4, 494.7, 66.9),
+    "H100 PCIe": PeakFlops(756.0, 756.0, 378.0, 51.2),
+    "H100 NVL": PeakFlops(835.5, 835.5, 417.5, 60.0),
     # NVIDIA H200 and GH200 datasheets: the H100's chip
-    "H200": Peak(989.4, 989.4, 494.7, 66.9),
-    "H200 NVL": Peak(835.5, 835.5, 417.5, 60.0),
-    "GH200": Peak(989.4, 989.4, 494.7, 66.9),
+    "H200": PeakFlops(989.4, 989.4, 494.7, 66.9),
+    "H200 NVL": PeakFlops(835.5, 835.5, 417.5, 60.0),
+    "GH200": PeakFlops(989.4, 989.4, 494.7, 66.9),
     # NVIDIA HGX B200 and HGX B300 specifications: 36 PFLOP/s BF16 and 18 TF32 with sparsity, 600 TFLOP/s FP32, over 8
-    "B200": Peak(2250.0, 2250.0, 1125.0, 75.0),
-    "B300": Peak(2250.0, 2250.0, 1125.0, 75.0),
+    "B200": PeakFlops(2250.0, 2250.0, 1125.0, 75.0),
+    "B300": PeakFlops(2250.0, 2250.0, 1125.0, 75.0),
     # NVIDIA GB200 and GB300 NVL72 specifications, over 72: 360 PFLOP/s BF16 and 180 TF32 with sparsity, 5.76 FP32
-    "GB200": Peak(2500.0, 2500.0, 1250.0, 80.0),
-    "GB300": Peak(2500.0, 2500.0, 1250.0, 80.0),
+    "GB200": PeakFlops(2500.0, 2500.0, 1250.0, 80.0),
+    "GB300": PeakFlops(2500.0, 2500.0, 1250.0, 80.0),
     # Google Cloud TPU documentation, system architecture pages; jax calls v5e and v6e "lite", v5p plain "v5"
-    "TPU v4": Peak(275.0, None, 275.0, None),
-    "TPU v5": Peak(459.0, None, 459.0, None),
-    "TPU v5p": Peak(459.0, None, 459.0, None),
-    "TPU v5 lite": Peak(197.0, None, 197.0, None),
-    "TPU v5e": Peak(197.0, None, 197.0, None),
-    "TPU v6 lite": Peak(918.0, None, 918.0, None),
-    "TPU v6e": Peak(918.0, None, 918.0, None),
+    "TPU v4": PeakFlops(275.0, None, 275.0, None),
+    "TPU v5": PeakFlops(459.0, None, 459.0, None),
+    "TPU v5p": PeakFlops(459.0, None, 459.0, None),
+    "TPU v5 lite": PeakFlops(197.0, None, 197.0, None),
+    "TPU v5e": PeakFlops(197.0, None, 197.0, None),
+    "TPU v6 lite": PeakFlops(918.0, None, 918.0, None),
+    "TPU v6e": PeakFlops(918.0, None, 918.0, None),
 }
 
 
@@ -94,14 +94,14 @@ def peak_flops(device_kind: str, compute: Compute, matmul_precision: str | None 
     return None if tera is None else tera * 1e12
 
 
-def training_flops(model: ModelConfig, length: int) -> Flops:
+def training_flops(model: ModelConfig, length: int) -> ModelFlops:
     """Training FLOPs of one position in rows of `length` positions, by the formula at the head of this file."""
     matmuls = 2 * matmul_weights(model)
     score = 2 * model.n_heads * sum(_head_widths(model))
     # Blocks of further tokens repeat the last layer.
     layers = [*range(model.n_layers), *[model.n_layers - 1] * model.mtp]
     visible = sum(visible_keys(length, model.windows[layer % len(model.windows)]) for layer in layers)
-    return Flops(3 * (matmuls + score * visible), 3 * (matmuls + score * length * len(layers)))
+    return ModelFlops(3 * (matmuls + score * visible), 3 * (matmuls + score * length * len(layers)))
 
 
 def kernel_flops(model: ModelConfig, length: int, attention: bool, experts: bool) -> float:
@@ -139,7 +139,7 @@ def count_parameters(model: ModelConfig, active: bool = False) -> int:
     mixture = _experts(model, experts) + _mixture_vectors(model, experts)
     dense = _dense(model) + _biases(model, model.d_ff)
     further = depths * (attention + (mixture if mixtures else dense) + 3 * norm + 2 * model.d_model**2)
-    tables = model.vocab_size * (1 if model.tied_head else 2) + model.max_length * (model.positions == "learned")
+    tables = model.vocab_size * (1 if model.tied_head else 2) + model.max_seq_len * (model.positions == "learned")
     layers = model.n_layers * attention + mixtures * mixture + (model.n_layers - mixtures) * dense
     return layers + further + norm + tables * model.d_model
 

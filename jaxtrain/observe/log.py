@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxtrain.config import ConfigError, ObserveConfig
 from jaxtrain.observe.files import METRICS, read_metrics, to_json, truncate_metrics, write_atomic
 
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 
 PLAIN_EVERY_S = 5.0
 
@@ -73,7 +73,7 @@ class Log:
             project = str(self.observe.wandb_project)
             self._sinks.append(_Wandb(self._wandb, project, self.run_dir, self._settings))
 
-    def update(self, row: Row) -> None:
+    def record(self, row: MetricsRow) -> None:
         """Record one update: flat scalars and a "step"; evaluation results are part of their update's row."""
         if not self.primary:
             return
@@ -82,16 +82,16 @@ class Log:
         for sink in self._sinks or []:
             sink.write(row)
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[MetricsRow]:
         """Every row recorded so far, those of earlier starts included; [] where not primary."""
         return read_metrics(self.run_dir) if self.primary else []
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Print one line, above the progress bar when one is shown."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def progress(self, total: int, done: int = 0) -> Iterator[Callable[[Row], None]]:
+    def progress(self, total: int, done: int = 0) -> Iterator[Callable[[MetricsRow], None]]:
         """Show the way to `total` updates; yields what is called with each row.
 
         A bar on a terminal with observe.progress; else a plain line at the ends and every few seconds.
@@ -113,15 +113,15 @@ class Log:
             sink.close()
         self._sinks = None
 
-    def _plain_lines(self, total: int, first: int) -> Callable[[Row], None]:
+    def _plain_lines(self, total: int, first: int) -> Callable[[MetricsRow], None]:
         printed = 0.0
 
-        def advance(row: Row) -> None:
+        def advance(row: MetricsRow) -> None:
             nonlocal printed
             now = time.monotonic()
             if row["step"] in (first, total) or now - printed >= PLAIN_EVERY_S:
                 printed = now
-                self.say(f"update {row['step']}/{total}  {describe(row)}")
+                self.info(f"update {row['step']}/{total}  {describe(row)}")
 
         return advance
 

@@ -36,7 +36,7 @@ class Meter:
         self.devices = devices
         self._readings: list[tuple[int, float, float]] = []
 
-    def update(self, tokens: int, seconds: float, wait: float, compiled: bool = False) -> Measures:
+    def record(self, tokens: int, seconds: float, wait: float, compiled: bool = False) -> Measures:
         """One update: scored tokens of the whole global batch, its wall seconds, seconds that data was waited for.
 
         `compiled` marks an update that also compiled or warmed up: it has a row, the summary leaves it out.

@@ -20,13 +20,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxtrain.config import AttentionConfig, Axis, ConfigError, RunConfig
-from jaxtrain.mesh.rules import active_axes, active_mesh, dividing_axes, make_spec, manual
+from jaxtrain.mesh.rules import active_axes, active_mesh, dividing_axes, make_spec, shard_mapped
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import blocks, context
-from jaxtrain.ops.blocks import HIDDEN, Places, Window, visible
+from jaxtrain.ops.blocks import HIDDEN, TokenPositions, Window, visible
 from jaxtrain.ops.kernels import CUDNN, MOSAIC, TILES, Kept, Kernel, Score, Sight, first_keys
-from jaxtrain.ops.plain import is_plain
-from jaxtrain.ops.twoway import two_passes
+from jaxtrain.ops.reference import uses_reference
+from jaxtrain.ops.residuals import custom_vjp_with_residuals
 
 DENSE_LENGTH = 1024
 """Rows up to this length are fastest with all scores at once on a CPU."""
@@ -50,8 +50,8 @@ class Request(NamedTuple):
     sinks: bool = False
     packed: bool = True
     """A row may hold several documents."""
-    way: str | None = None
-    """attention.context where rows are split over devices."""
+    context_method: str | None = None
+    """attention.context_parallel where rows are split over devices."""
     described: bool = False
     """The devices are not here: packages are taken to be installed where they are."""
 
@@ -77,7 +77,7 @@ class Choice(NamedTuple):
 
 
 def _dense_cannot(request: Request) -> str | None:
-    return "rows are split over mesh.seq" if request.way else None
+    return "rows are split over mesh.seq" if request.context_method else None
 
 
 def _dense_should_not(request: Request) -> str | None:
@@ -111,8 +111,8 @@ def _cudnn_cannot(request: Request) -> str | None:
         return "it cannot keep the documents of a packed row apart (data.packing is not none)"
     if request.window or request.softcap:
         return "it has neither windows nor a soft cap here"
-    if request.way == "all_gather":
-        return "it cannot see a part of the keys: attention.context all_gather"
+    if request.context_method == "all_gather":
+        return "it cannot see a part of the keys: attention.context_parallel all_gather"
     widest = 256 if capability >= 9.0 else 128
     if any(width % 8 or width > widest for width in request.widths):
         return f"heads of {request.widths} are no multiples of 8 up to {widest}"
@@ -135,7 +135,7 @@ def choose(wanted: str, request: Request) -> Choice:
 
     Raises ConfigError, naming the backends that can, where the one wanted cannot.
     """
-    if is_plain():
+    if uses_reference():
         return Choice(BACKENDS[0], "plain mathematics")
     refusals = {backend.name: backend.cannot(request) for backend in BACKENDS}
     if wanted == "auto":
@@ -160,7 +160,7 @@ def choose_for(config: RunConfig, device: Any, length: int, split: bool, describ
     request = Request(
         *_kind(device), length, widths, config.precision.compute, any(model.windows),
         model.attention_softcap is not None, model.attention_sinks, _packed(config),
-        config.attention.context if split else None, described,
+        config.attention.context_parallel if split else None, described,
     )  # fmt: skip
     return choose(config.attention.backend, request)
 
@@ -197,28 +197,33 @@ def attend(
     a backend that cannot do this.
     """
     setting, mesh = _SETTING.get() or _DEFAULT, active_mesh()
-    length = active_axes("length")
+    length = active_axes("seq_len")
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
-    way = setting.config.context if length else None
+    context_method = setting.config.context_parallel if length else None
     E, V = q_BLHE.shape[3], v_BLKV.shape[3]
     request = Request(
         *_kind(device), q_BLHE.shape[1], (E, V), q_BLHE.dtype.name, window is not None, softcap is not None,
-        sinks_H is not None, setting.packed, way,
+        sinks_H is not None, setting.packed, context_method,
     )  # fmt: skip
     kernel = choose(setting.config.backend, request).backend.kernel
     score = Score(window, softcap, E**-0.5 if scale is None else scale)
-    places = Places(segments_BL, positions_BL)
+    places = TokenPositions(segments_BL, positions_BL)
     if kernel is None:
         out_BLHV = tag(dense(q_BLHE, k_BLKE, v_BLKV, places, score, sinks_H), "attention_out")
-    elif way is not None:
-        out_BLHV = context.attend(q_BLHE, k_BLKE, v_BLKV, *places, score, sinks_H, way, kernel)
+    elif context_method is not None:
+        out_BLHV = context.attend(q_BLHE, k_BLKE, v_BLKV, *places, score, sinks_H, context_method, kernel)
     else:
         out_BLHV = _by_device(kernel, q_BLHE, k_BLKE, v_BLKV, places, score, sinks_H)
     return jnp.where(segments_BL[:, :, None, None] > 0, out_BLHV, 0)
 
 
 def dense(
-    q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKV: jax.Array, places: Places, score: Score, sinks_H: jax.Array | None
+    q_BLHE: jax.Array,
+    k_BLKE: jax.Array,
+    v_BLKV: jax.Array,
+    places: TokenPositions,
+    score: Score,
+    sinks_H: jax.Array | None,
 ) -> jax.Array:
     """One softmax over all scores, differentiated by JAX; padding has no promise."""
     H = q_BLHE.shape[2]
@@ -243,7 +248,7 @@ def dense(
 
 
 def _by_device(
-    kernel: Kernel, q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKV: jax.Array, places: Places, score: Score,
+    kernel: Kernel, q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKV: jax.Array, places: TokenPositions, score: Score,
     sinks_H: jax.Array | None,
 ) -> jax.Array:  # fmt: skip
     """A kernel on each device's rows and heads: no partitioner looks into it."""
@@ -262,16 +267,18 @@ def _by_device(
         rows, by_head, of_heads = make_spec([batch]), make_spec([batch, (), heads]), make_spec([heads])
         inputs = by_head, by_head, by_head, of_heads, rows, PartitionSpec()
         outputs = by_head, make_spec([batch, heads])
-        forward = manual(forward, inputs, outputs)
-        backward = manual(backward, (inputs, *outputs, by_head), (by_head, by_head, by_head, of_heads, None, None))
+        forward = shard_mapped(forward, inputs, outputs)
+        backward = shard_mapped(
+            backward, (inputs, *outputs, by_head), (by_head, by_head, by_head, of_heads, None, None)
+        )
     # Who keeps the output (remat.names) need not attend again.
-    attention = two_passes(forward, backward, "attention_out")
+    attention = custom_vjp_with_residuals(forward, backward, "attention_out")
     return attention(q_BLHE, k_BLKE, v_BLKV, sinks_H, places, traced)
 
 
 def _forward(
-    kernel: Kernel, static: Score, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None, places: Places,
-    window: Window,
+    kernel: Kernel, static: Score, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None,
+    places: TokenPositions, window: Window,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     score = static if window is None else static._replace(window=window)
     out, lse = kernel.forward(q, k, v, _sight(places, score), score)
@@ -295,7 +302,7 @@ def _backward(
     return dq, dk, dv, dsinks, None, None
 
 
-def _sight(places: Places, score: Score) -> Sight:
+def _sight(places: TokenPositions, score: Score) -> Sight:
     return Sight(places, places, first_keys(places, score.window), ordered=True)
 
 

@@ -26,7 +26,7 @@ TILE = 512
 """Queries and keys of a tile at most: the scores of a tile are all that exist at once."""
 
 
-class Places(NamedTuple):
+class TokenPositions(NamedTuple):
     """Where tokens stand: document in the row (from 1; 0 is padding) and place in the document, int32 [B, L] each."""
 
     segments: jax.Array
@@ -37,7 +37,7 @@ Window = jax.Array | int | None
 """Visible tokens, oneself included; None is all. May be traced."""
 
 
-def visible(queries: Places, keys: Places, window: Window = None) -> jax.Array:
+def visible(queries: TokenPositions, keys: TokenPositions, window: Window = None) -> jax.Array:
     """Which key a query sees, bool [B, L, M]: one of its own document (never padding) with 0 <= distance < window."""
     distance_BLM = queries.positions[:, :, None] - keys.positions[:, None, :]
     near_BLM = distance_BLM >= 0
@@ -48,7 +48,7 @@ def visible(queries: Places, keys: Places, window: Window = None) -> jax.Array:
 
 
 def forward(
-    q_BLHE: jax.Array, k_BMKE: jax.Array, v_BMKV: jax.Array, queries: Places, keys: Places,
+    q_BLHE: jax.Array, k_BMKE: jax.Array, v_BMKV: jax.Array, queries: TokenPositions, keys: TokenPositions,
     window: Window, softcap: float | None, scale: float, ordered: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Output [B, L, H, V] and log of the softmax's denominator [B, H, L], both float32.
@@ -90,7 +90,7 @@ def forward(
 
 def backward(
     q_BLHE: jax.Array, k_BMKE: jax.Array, v_BMKV: jax.Array, lse_BHL: jax.Array, delta_BHL: jax.Array,
-    dout_BLHV: jax.Array, queries: Places, keys: Places,
+    dout_BLHV: jax.Array, queries: TokenPositions, keys: TokenPositions,
     window: Window, softcap: float | None, scale: float, ordered: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Gradients of q, k and v from this block, float32; summed over the blocks that a query sees they are the whole.
@@ -115,13 +115,13 @@ def backward(
         scores_BKGTS, bend_BKGTS = _scores(q_BKGTE, k_BKSE, *seen, window, softcap, scale)
         weights_BKGTS = jnp.exp(scores_BKGTS - lse_NBKGT[n][..., None])
         dweights_BKGTS = _dot("bkgtv,bksv->bkgts", dout_BKGTV, v_JBKSV[j])
-        slope_BKGTS = weights_BKGTS * (dweights_BKGTS - delta_NBKGT[n][..., None]) * scale
+        cotangent_BKGTS = weights_BKGTS * (dweights_BKGTS - delta_NBKGT[n][..., None]) * scale
         if bend_BKGTS is not None:
-            slope_BKGTS *= bend_BKGTS
-        slope_BKGTS = slope_BKGTS.astype(q_BKGTE.dtype)
+            cotangent_BKGTS *= bend_BKGTS
+        cotangent_BKGTS = cotangent_BKGTS.astype(q_BKGTE.dtype)
         return (
-            dq_NBKGTE.at[n].add(_dot("bkgts,bkse->bkgte", slope_BKGTS, k_BKSE)),
-            dk_JBKSE.at[j].add(_dot("bkgts,bkgte->bkse", slope_BKGTS, q_BKGTE)),
+            dq_NBKGTE.at[n].add(_dot("bkgts,bkse->bkgte", cotangent_BKGTS, k_BKSE)),
+            dk_JBKSE.at[j].add(_dot("bkgts,bkgte->bkse", cotangent_BKGTS, q_BKGTE)),
             dv_JBKSV.at[j].add(_dot("bkgts,bkgtv->bksv", weights_BKGTS.astype(dout_BKGTV.dtype), dout_BKGTV)),
         ), None
 
@@ -158,7 +158,7 @@ def sinks_gradient(lse_BHL: jax.Array, delta_BHL: jax.Array, sinks_H: jax.Array)
 
 
 def _scores(
-    q_BKGTE: jax.Array, k_BKSE: jax.Array, queries: Places, keys: Places,
+    q_BKGTE: jax.Array, k_BKSE: jax.Array, queries: TokenPositions, keys: TokenPositions,
     window: Window, softcap: float | None, scale: float,
 ) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Float32 scores [B, K, G, T, S], HIDDEN where not visible, and the derivative of the soft cap."""
@@ -195,12 +195,12 @@ def _cut(x_BL: jax.Array) -> jax.Array:
     return jnp.moveaxis(padded.reshape(B, tiles, size, *x_BL.shape[2:]), 1, 0)
 
 
-def _tiled(places: Places) -> Places:
-    return Places(_cut(places.segments), _cut(places.positions))
+def _tiled(places: TokenPositions) -> TokenPositions:
+    return TokenPositions(_cut(places.segments), _cut(places.positions))
 
 
-def _at(places: Places, index: jax.Array) -> Places:
-    return Places(places.segments[index], places.positions[index])
+def _at(places: TokenPositions, index: jax.Array) -> TokenPositions:
+    return TokenPositions(places.segments[index], places.positions[index])
 
 
 def _by_head(x_BMKE: jax.Array) -> jax.Array:

@@ -23,18 +23,18 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
 from jaxtrain.config import Axis
-from jaxtrain.mesh.rules import active_axes, active_mesh, dividing_axes, make_spec, manual
+from jaxtrain.mesh.rules import active_axes, active_mesh, dividing_axes, make_spec, shard_mapped
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import blocks
-from jaxtrain.ops.blocks import Places, Window
+from jaxtrain.ops.blocks import TokenPositions, Window
 from jaxtrain.ops.kernels import TILES, Kept, Kernel, Score, Sight, Triple, first_keys
-from jaxtrain.ops.twoway import two_passes
+from jaxtrain.ops.residuals import custom_vjp_with_residuals
 
 Half = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
-class Split:
+class SequenceSharding:
     """How a row lies over the devices along `axes`: `hops` groups in a ring, `group` devices of one exchange heads."""
 
     axes: tuple[Axis, ...]
@@ -81,24 +81,24 @@ class Split:
 class _Row(NamedTuple):
     """A whole row in its own order: places, the first key that each query sees, and where runs of C tokens begin."""
 
-    places: Places
+    places: TokenPositions
     first_BL: jax.Array
     C: int
 
-    def run(self, at: jax.Array) -> tuple[Places, jax.Array]:
+    def run(self, at: jax.Array) -> tuple[TokenPositions, jax.Array]:
         """Places and first keys of the C tokens of run `at`."""
         cut = partial(lax.dynamic_slice_in_dim, start_index=at * self.C, slice_size=self.C, axis=1)
-        return Places(*map(cut, self.places)), cut(self.first_BL)
+        return TokenPositions(*map(cut, self.places)), cut(self.first_BL)
 
     def before(self, first_BP: jax.Array, at: jax.Array) -> jax.Array:
         """How many tokens of run `at` lie before `first`."""
         return jnp.clip(first_BP - at * self.C, 0, self.C)
 
 
-def _row_of(places_BL: Places, split: Split, window: Window) -> _Row:
+def _row_of(places_BL: TokenPositions, split: SequenceSharding, window: Window) -> _Row:
     """The row of which `places_BL` is what all devices hold, one after the other."""
     devices = split.hops * split.group
-    ordered = Places(*(_unzigzag(x_BL, devices) for x_BL in places_BL))
+    ordered = TokenPositions(*(_unzigzag(x_BL, devices) for x_BL in places_BL))
     return _Row(ordered, first_keys(ordered, window), ordered.positions.shape[1] // (2 * split.hops))
 
 
@@ -157,32 +157,32 @@ class _Halves(NamedTuple):
         return Sight(_stack(queries), _stack(keys), jnp.concatenate(list(map(self.row.before, first, theirs))))
 
 
-def _stack(places: tuple[Places, ...]) -> Places:
-    return Places(*map(jnp.concatenate, zip(*places, strict=True)))
+def _stack(places: tuple[TokenPositions, ...]) -> TokenPositions:
+    return TokenPositions(*map(jnp.concatenate, zip(*places, strict=True)))
 
 
-def _halves(split: Split, row: _Row, step: jax.Array) -> _Halves:
+def _halves(split: SequenceSharding, row: _Row, step: jax.Array) -> _Halves:
     place = split.place()
     theirs = (place - step) % split.hops
     last = 2 * split.hops - 1
     return _Halves(row, place, last - place, theirs, last - theirs, theirs < place)
 
 
-def _own(split: Split, row: _Row) -> tuple[Places, jax.Array, tuple[jax.Array, jax.Array]]:
+def _own(split: SequenceSharding, row: _Row) -> tuple[TokenPositions, jax.Array, tuple[jax.Array, jax.Array]]:
     """Places and first keys of what a device holds, and the numbers of its two runs."""
     runs = split.place(), 2 * split.hops - 1 - split.place()
     places, first = zip(*map(row.run, runs), strict=True)
-    both = Places(*(jnp.concatenate(x, axis=1) for x in zip(*places, strict=True)))
+    both = TokenPositions(*(jnp.concatenate(x, axis=1) for x in zip(*places, strict=True)))
     return both, jnp.concatenate(first, axis=1), runs
 
 
-def _diagonal(split: Split, row: _Row) -> Sight:
+def _diagonal(split: SequenceSharding, row: _Row) -> Sight:
     """What a device's queries see of its own keys."""
     places, first_BP, (early, late) = _own(split, row)
     return Sight(places, places, row.before(first_BP, early) + row.before(first_BP, late), ordered=True)
 
 
-def _whole(split: Split, row: _Row) -> Sight:
+def _whole(split: SequenceSharding, row: _Row) -> Sight:
     """What a device's queries see of the keys of the whole row."""
     places, first_BP, runs = _own(split, row)
     index_P = jnp.concatenate([run * row.C + jnp.arange(row.C) for run in runs])
@@ -190,7 +190,7 @@ def _whole(split: Split, row: _Row) -> Sight:
 
 
 def _ring_forward(
-    split: Split, kernel: Kernel, row: _Row, score: Score, q: jax.Array, k: jax.Array, v: jax.Array
+    split: SequenceSharding, kernel: Kernel, row: _Row, score: Score, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values travel once around the ring while each device attends to those it holds."""
     if split.hops == 1:
@@ -216,7 +216,14 @@ def _ring_forward(
 
 
 def _ring_backward(
-    split: Split, kernel: Kernel, row: _Row, score: Score, q: jax.Array, k: jax.Array, v: jax.Array, kept: Kept
+    split: SequenceSharding,
+    kernel: Kernel,
+    row: _Row,
+    score: Score,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kept: Kept,
 ) -> Triple:
     """The gradients of keys and values travel with them, a step behind: what one step adds is sent during the next."""
     if split.hops == 1:
@@ -240,14 +247,21 @@ def _ring_backward(
 
 
 def _gather_forward(
-    split: Split, kernel: Kernel, row: _Row, score: Score, q: jax.Array, k: jax.Array, v: jax.Array
+    split: SequenceSharding, kernel: Kernel, row: _Row, score: Score, q: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Each device attends to the keys of the whole row."""
     return kernel.forward(q, *_gathered(split, k, v), _whole(split, row), score)
 
 
 def _gather_backward(
-    split: Split, kernel: Kernel, row: _Row, score: Score, q: jax.Array, k: jax.Array, v: jax.Array, kept: Kept
+    split: SequenceSharding,
+    kernel: Kernel,
+    row: _Row,
+    score: Score,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kept: Kept,
 ) -> Triple:
     """Keys are gathered again, and the gradients of all of them summed and scattered."""
     dq, dk, dv = kernel.backward(q, *_gathered(split, k, v), kept, _whole(split, row), score)
@@ -255,7 +269,7 @@ def _gather_backward(
     return (dq, *_unpack(lax.psum_scatter(dkv, split.axes, scatter_dimension=1, tiled=True), k))
 
 
-def _gathered(split: Split, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gathered(split: SequenceSharding, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     return _unpack(_unzigzag(lax.all_gather(_pack(k, v), split.axes, axis=1, tiled=True), split.hops), k)
 
 
@@ -272,7 +286,7 @@ def _where(condition: jax.Array, yes: Any, no: Any) -> Any:
     return jax.tree.map(partial(jnp.where, condition), yes, no)
 
 
-class Way(NamedTuple):
+class ContextMethod(NamedTuple):
     """One way to attend over a split row, as functions of a device's shards; `exchanges` says that heads move first."""
 
     forward: Callable[..., tuple[jax.Array, jax.Array]]
@@ -280,28 +294,28 @@ class Way(NamedTuple):
     exchanges: bool = False
 
 
-WAYS = {
-    "ring": Way(_ring_forward, _ring_backward),
-    "all_gather": Way(_gather_forward, _gather_backward),
-    "ulysses": Way(_ring_forward, _ring_backward, exchanges=True),
+CONTEXT_METHODS = {
+    "ring": ContextMethod(_ring_forward, _ring_backward),
+    "all_gather": ContextMethod(_gather_forward, _gather_backward),
+    "ulysses": ContextMethod(_ring_forward, _ring_backward, exchanges=True),
 }
-"""attention.context -> way."""
+"""attention.context_parallel -> way."""
 
 
-def plan_split(way: str, axes: tuple[Axis, ...], devices: int, heads: int) -> Split:
+def sequence_sharding(context_method: str, axes: tuple[Axis, ...], devices: int, heads: int) -> SequenceSharding:
     """How `devices` along `axes` share a row, `heads` being the query heads that one of them holds.
 
     Ulysses exchanges heads among as many devices as divide the heads; what is left of the devices is a ring of groups.
     """
-    group = math.gcd(heads, devices) if WAYS[way].exchanges else 1
-    return Split(axes, devices // group, group)
+    group = math.gcd(heads, devices) if CONTEXT_METHODS[context_method].exchanges else 1
+    return SequenceSharding(axes, devices // group, group)
 
 
 def attend(
     q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKV: jax.Array, segments_BL: jax.Array, positions_BL: jax.Array,
-    score: Score, sinks_H: jax.Array | None, way: str, kernel: Kernel = TILES,
+    score: Score, sinks_H: jax.Array | None, context_method: str, kernel: Kernel = TILES,
 ) -> jax.Array:  # fmt: skip
-    """Attention over rows whose length is split over `active_axes("length")`, in zig-zag order; [B, L, H, V].
+    """Attention over rows whose length is split over `active_axes("seq_len")`, in zig-zag order; [B, L, H, V].
 
     Documents are unbroken runs of the row with positions from 0, as the loader makes them. Call it under `use_rules`;
     heads are split as rules say, and kv heads are repeated where there are too few to be split likewise.
@@ -309,41 +323,52 @@ def attend(
     mesh = active_mesh()
     assert mesh is not None, "no mesh here"
     B, _, H, _ = q_BLHE.shape
-    batch, length, heads = dividing_axes("batch", B), active_axes("length"), dividing_axes("heads", H)
+    batch, length, heads = dividing_axes("batch", B), active_axes("seq_len"), dividing_axes("heads", H)
     devices, shards = (math.prod(mesh.shape[axis] for axis in axes) for axes in (length, heads))
-    split = plan_split(way, length, devices, H // shards)
+    split = sequence_sharding(context_method, length, devices, H // shards)
     K = k_BLKE.shape[2]
     q, k, v = q_BLHE, *(jnp.repeat(x, math.lcm(K, shards * split.group) // K, axis=2) for x in (k_BLKE, v_BLKV))
     by_head = make_spec([batch, length, heads])
-    attention = _differentiable(WAYS[way], kernel, split, score._replace(window=None), batch, heads)
+    attention = _differentiable(
+        CONTEXT_METHODS[context_method], kernel, split, score._replace(window=None), batch, heads
+    )
     if split.group > 1:
-        to, back = (manual(partial(f, split), (by_head,), by_head) for f in (_heads_for_places, _places_for_heads))
+        to, back = (
+            shard_mapped(partial(f, split), (by_head,), by_head) for f in (_heads_for_places, _places_for_heads)
+        )
         exchange, restore = _moves(to, back), _moves(back, to)
         q, k, v = exchange(q), exchange(k), exchange(v)
-        out = attention(q, k, v, Places(segments_BL, positions_BL), score.window, sinks_H)
+        out = attention(q, k, v, TokenPositions(segments_BL, positions_BL), score.window, sinks_H)
         # Again under its name: what comes back need not be exchanged a second time either.
         return tag(restore(out), "attention_out")
-    return attention(q, k, v, Places(segments_BL, positions_BL), score.window, sinks_H)
+    return attention(q, k, v, TokenPositions(segments_BL, positions_BL), score.window, sinks_H)
 
 
 def _moves(there: Callable[[jax.Array], jax.Array], back: Callable[[jax.Array], jax.Array]) -> Any:
     """`there`, which moves values about and is undone by `back`; so `back` carries its gradient."""
     moves = jax.custom_vjp(there)
-    moves.defvjp(lambda x: (there(x), None), lambda _, slope: (back(slope),))
+    moves.defvjp(lambda x: (there(x), None), lambda _, cotangent: (back(cotangent),))
     return moves
 
 
 def _differentiable(
-    way: Way, kernel: Kernel, split: Split, static: Score, batch: tuple[Axis, ...], heads: tuple[Axis, ...]
+    context_method: ContextMethod,
+    kernel: Kernel,
+    split: SequenceSharding,
+    static: Score,
+    batch: tuple[Axis, ...],
+    heads: tuple[Axis, ...],
 ) -> Any:
     """(q, k, v, places, window, sinks) -> output, all of them global arrays, with a gradient of its own.
 
     Both passes are made here: the backward one is traced where no rules are in force.
     """
 
-    def run(q: jax.Array, k: jax.Array, v: jax.Array, places: Places, window: Window, sinks: jax.Array | None) -> Half:
+    def run(
+        q: jax.Array, k: jax.Array, v: jax.Array, places: TokenPositions, window: Window, sinks: jax.Array | None
+    ) -> Half:
         row, score = _row_of(places, split, window), static._replace(window=window)
-        out, lse = way.forward(split, kernel, row, score, q, k, v)
+        out, lse = context_method.forward(split, kernel, row, score, q, k, v)
         if sinks is not None:
             out, lse = blocks.add_sinks(out, lse, split.share(sinks, q.shape[2]))
         return out.astype(q.dtype), lse
@@ -352,7 +377,7 @@ def _differentiable(
         q, k, v, places, window, sinks = inputs
         row, score = _row_of(places, split, window), static._replace(window=window)
         kept = Kept(out, lse, dout, blocks.row_delta(out, dout))
-        gradients = way.backward(split, kernel, row, score, q, k, v, kept)
+        gradients = context_method.backward(split, kernel, row, score, q, k, v, kept)
         dsinks = None
         if sinks is not None:
             own = blocks.sinks_gradient(lse, kept.delta_BHP, split.share(sinks, q.shape[2]))
@@ -362,25 +387,25 @@ def _differentiable(
     by_head, of_heads = make_spec([batch, split.axes, heads]), make_spec([heads])
     inputs = by_head, by_head, by_head, make_spec([batch]), PartitionSpec(), of_heads
     outputs = by_head, make_spec([batch, heads, split.axes])
-    forward = manual(run, inputs, outputs)
-    backward = manual(pull, (inputs, *outputs, by_head), (by_head, by_head, by_head, of_heads))
+    forward = shard_mapped(run, inputs, outputs)
+    backward = shard_mapped(pull, (inputs, *outputs, by_head), (by_head, by_head, by_head, of_heads))
 
     def gradients(inputs: Any, out: jax.Array, lse: jax.Array, dout: jax.Array) -> tuple[Any, ...]:
         *dqkv, dsinks = backward(inputs, out, lse, dout)
         return (*dqkv, None, None, dsinks)
 
     # Who keeps the output (remat.names) need not go around the ring again.
-    return two_passes(forward, gradients, "attention_out")
+    return custom_vjp_with_residuals(forward, gradients, "attention_out")
 
 
-def _heads_for_places(split: Split, x: jax.Array) -> jax.Array:
+def _heads_for_places(split: SequenceSharding, x: jax.Array) -> jax.Array:
     """[B, P, H, E] -> [B, group x P, H / group, E]: heads are exchanged for the places of the group, in row order."""
     B, P, H, E = x.shape
     parts = jnp.moveaxis(x.reshape(B, P, split.group, H // split.group, E), 2, 0)
     return _unzigzag(jnp.moveaxis(split.exchange(parts), 0, 1).reshape(B, P * split.group, -1, E), split.group)
 
 
-def _places_for_heads(split: Split, x: jax.Array) -> jax.Array:
+def _places_for_heads(split: SequenceSharding, x: jax.Array) -> jax.Array:
     """The inverse of `_heads_for_places`."""
     B, P, H, E = x.shape
     parts = jnp.moveaxis(_zigzag(x, split.group).reshape(B, split.group, P // split.group, H, E), 1, 0)

@@ -21,10 +21,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxtrain.config import Axis, ConfigError
-from jaxtrain.mesh.rules import active_axes, active_mesh, make_spec, manual, show_axes, spec_axes
+from jaxtrain.mesh.rules import active_axes, active_mesh, make_spec, shard_mapped, show_axes, spec_axes
 from jaxtrain.ops.grouped import grouped_matmul, groups_of, platform_of
-from jaxtrain.ops.plain import is_plain
 from jaxtrain.ops.ragged import Slices, exchange
+from jaxtrain.ops.reference import uses_reference
 
 BUFFER_BYTES = 2**28
 """Tokens are taken in as many turns as keep one buffer of rows of width D within this; about eight live at once."""
@@ -65,7 +65,7 @@ def mixture(
     the names experts, embed, mlp and norm say, tokens as batch and length. Raises ConfigError where the experts lie on
     axes over which the length cannot be split.
     """
-    if is_plain():
+    if uses_reference():
         y_BLD = _loop(x_BLD, chosen_BLK, weights_BLK, experts, hidden)
         return y_BLD, jnp.zeros((), jnp.int32), jnp.zeros((1, 1), jnp.int32)
     split = _split(x_BLD.shape, experts)
@@ -83,7 +83,7 @@ def mixture(
         y_1BLD, lost, traffic_NN = local(x_BLD, chosen_BLK, weights_BLK, experts)
         return y_1BLD[0], lost, traffic_NN
     tokens = make_spec((split.batch, split.length, ()))
-    y_MBLD, lost, traffic_NN = manual(
+    y_MBLD, lost, traffic_NN = shard_mapped(
         local,
         (tokens, tokens, tokens, split.maps),
         (make_spec((split.mlp, split.batch, split.length, ())), PartitionSpec(), make_spec((split.experts, ()))),
@@ -94,7 +94,7 @@ def mixture(
     return lax.reduce(y_MBLD, jnp.zeros((), y_MBLD.dtype), lax.add, (0,)), lost, traffic_NN
 
 
-class Split(NamedTuple):
+class ExpertSharding(NamedTuple):
     """Mesh axes of the dims of tokens and experts here."""
 
     batch: Axes
@@ -127,15 +127,15 @@ class Plan(NamedTuple):
     platform: str
 
 
-def _split(shape: tuple[int, ...], experts: Experts) -> Split:
+def _split(shape: tuple[int, ...], experts: Experts) -> ExpertSharding:
     X, D, F = experts.up.weight.shape
-    owners, batch, length = _axes("experts", X), active_axes("batch"), active_axes("length")
+    owners, batch, length = _axes("experts", X), active_axes("batch"), active_axes("seq_len")
     # Devices of a group that hold the same tokens take a part of them each.
     length += tuple(axis for axis in owners if axis not in batch + length)
     if shape[1] % _extent(length):
         raise ConfigError(
-            f"data.length {shape[1]} is not divisible by {show_axes(length)} = {_extent(length)}, over which "
-            "rules.length and rules.experts split the tokens of a mixture: change data.length, mesh or rules.experts"
+            f"data.seq_len {shape[1]} is not divisible by {show_axes(length)} = {_extent(length)}, over which "
+            "rules.seq_len and rules.experts split the tokens of a mixture: change data.seq_len, mesh or rules.experts"
         )
     mlp = tuple(axis for axis in _axes("mlp", F) if axis not in owners)
     embed, norm = _axes("embed", D), _axes("norm", D)
@@ -145,7 +145,7 @@ def _split(shape: tuple[int, ...], experts: Experts) -> Split:
 
     gate = experts.gate and specs(experts.gate, embed, mlp, bias=mlp)
     maps = Experts(gate, specs(experts.up, embed, mlp, bias=mlp), specs(experts.down, mlp, embed, bias=norm))
-    return Split(batch, length, owners, mlp, maps)
+    return ExpertSharding(batch, length, owners, mlp, maps)
 
 
 def _axes(name: str, size: int) -> Axes:
@@ -159,7 +159,9 @@ def _extent(axes: Axes) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _plan(x_BLD: jax.Array, top_k: int, experts: int, split: Split, capacity: int | None, buffer: float | None) -> Plan:
+def _plan(
+    x_BLD: jax.Array, top_k: int, experts: int, split: ExpertSharding, capacity: int | None, buffer: float | None
+) -> Plan:
     B, L, D = x_BLD.shape
     B, L, peers = B // _extent(split.batch), L // _extent(split.length), _extent(split.experts)
     own = experts // peers
@@ -181,7 +183,7 @@ def _plan(x_BLD: jax.Array, top_k: int, experts: int, split: Split, capacity: in
     return Plan(split.experts, peers, experts, turns, tokens, rows(tokens), platform_of(active_mesh()))
 
 
-def _gathered(experts: Experts, split: Split) -> Experts:
+def _gathered(experts: Experts, split: ExpertSharding) -> Experts:
     """Shards of a device's experts with what other names split (FSDP) made whole; backward reduce-scatters."""
 
     def whole(a: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -271,7 +273,7 @@ def _before(sizes: jax.Array) -> jax.Array:
 
 
 def _feed_forward(
-    hidden: Hidden, split: Split, x_RD: jax.Array, experts: Experts, sizes_E: jax.Array, plan: Plan
+    hidden: Hidden, split: ExpertSharding, x_RD: jax.Array, experts: Experts, sizes_E: jax.Array, plan: Plan
 ) -> jax.Array:
     """Rows grouped by expert through their expert's maps [R, D]; a part of the sum over F where F is split."""
     group_R = groups_of(sizes_E, x_RD.shape[0])
@@ -292,10 +294,10 @@ def _spread(x_TD: jax.Array, order_S: jax.Array, places_TK: jax.Array) -> jax.Ar
     return x_TD[order_S // places_TK.shape[1]]
 
 
-def _spread_backward(kept: tuple[jax.Array, jax.Array], slope_SD: jax.Array) -> tuple[jax.Array, None, None]:
+def _spread_backward(kept: tuple[jax.Array, jax.Array], cotangent_SD: jax.Array) -> tuple[jax.Array, None, None]:
     order_S, places_TK = kept
-    slope_TD = jnp.sum(_collect(slope_SD, order_S, places_TK), axis=1, dtype=jnp.float32)
-    return slope_TD.astype(slope_SD.dtype), None, None
+    cotangent_TD = jnp.sum(_collect(cotangent_SD, order_S, places_TK), axis=1, dtype=jnp.float32)
+    return cotangent_TD.astype(cotangent_SD.dtype), None, None
 
 
 _spread.defvjp(lambda x, order, places: (_spread(x, order, places), (order, places)), _spread_backward)
@@ -307,8 +309,8 @@ def _collect(y_SD: jax.Array, order_S: jax.Array, places_TK: jax.Array) -> jax.A
     return y_SD[places_TK]
 
 
-def _collect_backward(kept: jax.Array, slope_TKD: jax.Array) -> tuple[jax.Array, None, None]:
-    return slope_TKD.reshape(-1, slope_TKD.shape[-1])[kept], None, None
+def _collect_backward(kept: jax.Array, cotangent_TKD: jax.Array) -> tuple[jax.Array, None, None]:
+    return cotangent_TKD.reshape(-1, cotangent_TKD.shape[-1])[kept], None, None
 
 
 _collect.defvjp(lambda y, order, places: (_collect(y, order, places), order), _collect_backward)

@@ -38,13 +38,13 @@ def _forward(x_RI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array, platform: st
     return grouped_matmul(x_RI, w_GIO, sizes_G, platform), (x_RI, w_GIO, sizes_G)
 
 
-def _backward(platform: str, kept: tuple[jax.Array, ...], slope_RO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    def pull(x_RI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array, slope_RO: jax.Array) -> Any:
+def _backward(platform: str, kept: tuple[jax.Array, ...], cotangent_RO: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    def pull(x_RI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array, cotangent_RO: jax.Array) -> Any:
         multiply = _PRODUCTS.get(platform, _plain)
-        return jax.vjp(lambda x, w: multiply(platform, x, w, sizes_G), x_RI, w_GIO)[1](slope_RO)
+        return jax.vjp(lambda x, w: multiply(platform, x, w, sizes_G), x_RI, w_GIO)[1](cotangent_RO)
 
     x_RI, w_GIO, sizes_G = kept
-    dx_RI, dw_GIO = one_by_one(pull)(x_RI, w_GIO, sizes_G, _within(slope_RO, sizes_G))
+    dx_RI, dw_GIO = one_by_one(pull)(x_RI, w_GIO, sizes_G, _within(cotangent_RO, sizes_G))
     return _within(dx_RI, sizes_G), dw_GIO, None
 
 

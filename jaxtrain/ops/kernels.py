@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops import blocks
-from jaxtrain.ops.blocks import HIDDEN, Places, Window
+from jaxtrain.ops.blocks import HIDDEN, TokenPositions, Window
 
 Triple = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -24,8 +24,8 @@ class Sight(NamedTuple):
     all up to the query itself where the block is `ordered`: queries and keys are the same tokens, in row order.
     """
 
-    queries: Places
-    keys: Places
+    queries: TokenPositions
+    keys: TokenPositions
     first_BP: jax.Array
     end_BP: jax.Array | None = None
     ordered: bool = False
@@ -59,7 +59,7 @@ class Kernel(NamedTuple):
     backward: Callable[[jax.Array, jax.Array, jax.Array, Kept, Sight, Score], Triple]
 
 
-def first_keys(places: Places, window: Window) -> jax.Array:
+def first_keys(places: TokenPositions, window: Window) -> jax.Array:
     """Index of the first key that each query of a row sees, int32 [B, L]; L, behind the row, for padding.
 
     The row lies in its own order: documents are unbroken runs with positions from 0.

@@ -22,12 +22,12 @@ def _forward(equation: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tupl
     return jnp.einsum(equation, x, w), (x, w)
 
 
-def _backward(equation: str, kept: tuple[jax.Array, jax.Array], slope: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(equation: str, kept: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w = kept
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
-    dx = jnp.einsum(f"{out},{right}->{left}", slope, w)
-    dw = jnp.einsum(f"{left},{out}->{right}", x, slope)
+    dx = jnp.einsum(f"{out},{right}->{left}", cotangent, w)
+    dw = jnp.einsum(f"{left},{out}->{right}", x, cotangent)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 

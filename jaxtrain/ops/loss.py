@@ -28,7 +28,7 @@ CHUNK_TOKENS_PER_WIDTH = 1 / 4
 FLOAT16_SHIFT = 2.0**15
 
 
-Totals = tuple[jax.Array, jax.Array]
+LossTotals = tuple[jax.Array, jax.Array]
 """Sums over scored positions: -log softmax(x @ w)[label], logsumexp(x @ w) squared."""
 
 
@@ -62,10 +62,10 @@ def loss_sums(
     chunk, so that logits are computed once and never kept. `batch_shards` says over how many devices the batch is split
     (it divides B): each sums its own gradient of w over chunks, and they are reduced once after the last.
     """
-    x_BLD = constrain(x_BLD, "batch", "length", "hidden")
+    x_BLD = constrain(x_BLD, "batch", "seq_len", "hidden")
     L, D = x_BLD.shape[1:]
     mesh = active_mesh()
-    length_shards = math.prod(mesh.shape[axis] for axis in active_axes("length")) if mesh is not None else 1
+    length_shards = math.prod(mesh.shape[axis] for axis in active_axes("seq_len")) if mesh is not None else 1
     options = _Options(softcap, z_weight, _chunks(L // length_shards, D), (batch_shards, length_shards))
     objective, totals = _loss_sum(x_BLD, w_DV, labels_BL, options)
     loss, squares = lax.stop_gradient(totals)
@@ -99,7 +99,7 @@ def _join(x_NBC: jax.Array) -> jax.Array:
 class _Chunk(NamedTuple):
     """Sums; capped logits and hits [B, C, V] (the label's place); log of the softmax's denominator [B, C]."""
 
-    totals: Totals
+    totals: LossTotals
     logits_BCV: jax.Array
     hits_BCV: jax.Array
     lse_BC: jax.Array
@@ -107,7 +107,7 @@ class _Chunk(NamedTuple):
 
 def _chunk_loss(x_BCD: jax.Array, w_DV: jax.Array, labels_BC: jax.Array, options: _Options) -> _Chunk:
     logits_BCV = jnp.einsum("bcd,dv->bcv", x_BCD, w_DV, preferred_element_type=jnp.float32)
-    logits_BCV = soft_cap(constrain(logits_BCV, "batch", "length", "vocab"), options.softcap)
+    logits_BCV = soft_cap(constrain(logits_BCV, "batch", "seq_len", "vocab"), options.softcap)
     # A comparison, not take_along_axis: it stays local when the vocabulary is sharded.
     hits_BCV = labels_BC[..., None] == jnp.arange(w_DV.shape[1], dtype=labels_BC.dtype)
     lse_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
@@ -117,38 +117,42 @@ def _chunk_loss(x_BCD: jax.Array, w_DV: jax.Array, labels_BC: jax.Array, options
     return _Chunk((loss, squares), logits_BCV, hits_BCV, lse_BC)
 
 
-def _chunk_slope(chunk: _Chunk, labels_BC: jax.Array, options: _Options) -> jax.Array:
+def _chunk_cotangent(chunk: _Chunk, labels_BC: jax.Array, options: _Options) -> jax.Array:
     """Gradient of the objective by the logits before their cap, float32 [B, C, V]."""
     share_BCV = jnp.exp(chunk.logits_BCV - chunk.lse_BC[..., None])
     if options.z_weight:
         share_BCV *= 1.0 + 2.0 * options.z_weight * chunk.lse_BC[..., None]
-    slope_BCV = share_BCV - chunk.hits_BCV
+    cotangent_BCV = share_BCV - chunk.hits_BCV
     if options.softcap is not None:
-        slope_BCV *= 1.0 - jnp.square(chunk.logits_BCV / options.softcap)
-    return jnp.where((labels_BC != IGNORE)[..., None], slope_BCV, 0.0)
+        cotangent_BCV *= 1.0 - jnp.square(chunk.logits_BCV / options.softcap)
+    return jnp.where((labels_BC != IGNORE)[..., None], cotangent_BCV, 0.0)
 
 
-def _head_gradient(x_BCD: jax.Array, slope_BCV: jax.Array, shards: tuple[int, int]) -> jax.Array:
+def _head_gradient(x_BCD: jax.Array, cotangent_BCV: jax.Array, shards: tuple[int, int]) -> jax.Array:
     """x^T slope of each shard by itself, float32 [G, S, D, V]; of one shard [D, V]."""
     if shards == (1, 1):  # dims of one would keep the compiler from fusing slope into the product
-        return jnp.einsum("bcd,bcv->dv", x_BCD, slope_BCV, preferred_element_type=jnp.float32)
+        return jnp.einsum("bcd,bcv->dv", x_BCD, cotangent_BCV, preferred_element_type=jnp.float32)
     G, S = shards
-    x_GTSUD, slope_GTSUV = (a.reshape(G, a.shape[0] // G, S, a.shape[1] // S, a.shape[2]) for a in (x_BCD, slope_BCV))
-    return jnp.einsum("gtsud,gtsuv->gsdv", x_GTSUD, slope_GTSUV, preferred_element_type=jnp.float32)
+    x_GTSUD, cotangent_GTSUV = (
+        a.reshape(G, a.shape[0] // G, S, a.shape[1] // S, a.shape[2]) for a in (x_BCD, cotangent_BCV)
+    )
+    return jnp.einsum("gtsud,gtsuv->gsdv", x_GTSUD, cotangent_GTSUV, preferred_element_type=jnp.float32)
 
 
-def _add(a: Totals, b: Totals) -> Totals:
+def _add(a: LossTotals, b: LossTotals) -> LossTotals:
     return a[0] + b[0], a[1] + b[1]
 
 
-def _objective(totals: Totals, options: _Options) -> tuple[jax.Array, Totals]:
+def _objective(totals: LossTotals, options: _Options) -> tuple[jax.Array, LossTotals]:
     loss, squares = totals
     return loss + options.z_weight * squares if options.z_weight else loss, totals
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _loss_sum(x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, options: _Options) -> tuple[jax.Array, Totals]:
-    def chunk(totals: Totals, part: tuple[jax.Array, jax.Array]) -> tuple[Totals, None]:
+def _loss_sum(
+    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, options: _Options
+) -> tuple[jax.Array, LossTotals]:
+    def chunk(totals: LossTotals, part: tuple[jax.Array, jax.Array]) -> tuple[LossTotals, None]:
         return _add(totals, _chunk_loss(part[0], w_DV, part[1], options).totals), None
 
     parts = _split(x_BLD, options.chunks), _split(labels_BL, options.chunks)
@@ -157,19 +161,19 @@ def _loss_sum(x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, options: 
 
 def _forward(
     x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, options: _Options
-) -> tuple[tuple[jax.Array, Totals], Any]:
+) -> tuple[tuple[jax.Array, LossTotals], Any]:
     shift = FLOAT16_SHIFT if x_BLD.dtype == jnp.float16 else 1.0
     one = options.shards == (1, 1)
     # A batch that is one shard here may still be one dim of an outer map.
     batch = "batch" if options.shards[0] > 1 else None
-    lead, names = ((), ()) if one else (options.shards, (batch, "length"))
+    lead, names = ((), ()) if one else (options.shards, (batch, "seq_len"))
 
-    def chunk(carry: tuple[Totals, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+    def chunk(carry: tuple[LossTotals, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
         (totals, dw_GSDV), (x_BCD, labels_BC) = carry, part
         made = _chunk_loss(x_BCD, w_DV, labels_BC, options)
-        slope_BCV = (_chunk_slope(made, labels_BC, options) * shift).astype(x_BCD.dtype)
-        dx_BCD = jnp.einsum("bcv,dv->bcd", slope_BCV, w_DV, preferred_element_type=jnp.float32) / shift
-        dw_GSDV += _head_gradient(x_BCD, slope_BCV, options.shards) / shift
+        cotangent_BCV = (_chunk_cotangent(made, labels_BC, options) * shift).astype(x_BCD.dtype)
+        dx_BCD = jnp.einsum("bcv,dv->bcd", cotangent_BCV, w_DV, preferred_element_type=jnp.float32) / shift
+        dw_GSDV += _head_gradient(x_BCD, cotangent_BCV, options.shards) / shift
         return (_add(totals, made.totals), constrain(dw_GSDV, *names, None, "vocab")), dx_BCD
 
     start = (jnp.float32(0), jnp.float32(0)), jnp.zeros((*lead, *w_DV.shape), jnp.float32)
@@ -180,10 +184,12 @@ def _forward(
     return _objective(totals, options), kept
 
 
-def _backward(options: _Options, kept: Any, slopes: tuple[jax.Array, Totals]) -> tuple[jax.Array, jax.Array, None]:
+def _backward(
+    options: _Options, kept: Any, cotangents: tuple[jax.Array, LossTotals]
+) -> tuple[jax.Array, jax.Array, None]:
     dx_BLD, dw_DV, x_like, w_like = kept
-    slope, _ = slopes
-    return (dx_BLD * slope).astype(x_like.dtype), (dw_DV * slope).astype(w_like.dtype), None
+    cotangent, _ = cotangents
+    return (dx_BLD * cotangent).astype(x_like.dtype), (dw_DV * cotangent).astype(w_like.dtype), None
 
 
 _loss_sum.defvjp(_forward, _backward)

@@ -48,10 +48,10 @@ def _forward(
 
 
 def _backward(
-    rows: int, axes: tuple[str, ...], platform: str, kept: Any, slope_RD: jax.Array
+    rows: int, axes: tuple[str, ...], platform: str, kept: Any, cotangent_RD: jax.Array
 ) -> tuple[jax.Array, None, None]:
     there, back, shape = kept
-    return exchange(slope_RD, back, there, shape.shape[0], axes, platform), None, None
+    return exchange(cotangent_RD, back, there, shape.shape[0], axes, platform), None, None
 
 
 exchange.defvjp(_forward, _backward)

@@ -25,26 +25,26 @@ def frequencies(width: int, theta: float) -> Frequencies:
 
 
 def llama3_frequencies(
-    plain: Frequencies, factor: float, low_freq_factor: float, high_freq_factor: float, original_length: int
+    plain: Frequencies, factor: float, low_freq_factor: float, high_freq_factor: float, original_seq_len: int
 ) -> Frequencies:
     """Frequencies stretched as in Llama 3.1: long waves divided by `factor`, short ones kept, a ramp between."""
-    turns = original_length * plain.astype(np.float64) / (2 * math.pi)
+    turns = original_seq_len * plain.astype(np.float64) / (2 * math.pi)
     kept = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
     return (plain * (kept + (1 - kept) / factor)).astype(np.float32)
 
 
 def yarn_frequencies(
-    plain: Frequencies, factor: float, beta_fast: float, beta_slow: float, original_length: int, theta: float,
+    plain: Frequencies, factor: float, beta_fast: float, beta_slow: float, original_seq_len: int, theta: float,
     rounded: bool = True,
 ) -> Frequencies:  # fmt: skip
     """Frequencies stretched as in YaRN (Peng et al. 2023): a ramp over pairs, from kept to divided by `factor`.
 
-    The ramp begins at the pair that turns `beta_fast` times within `original_length` and ends at the one that turns
+    The ramp begins at the pair that turns `beta_fast` times within `original_seq_len` and ends at the one that turns
     `beta_slow` times; `rounded` widens it to whole pairs, as the authors' code does and gpt-oss does not.
     """
     pairs = len(plain)
     ends = [
-        pairs * math.log(original_length / (turns * 2 * math.pi)) / math.log(theta) for turns in (beta_fast, beta_slow)
+        pairs * math.log(original_seq_len / (turns * 2 * math.pi)) / math.log(theta) for turns in (beta_fast, beta_slow)
     ]
     first, last = (math.floor(ends[0]), math.ceil(ends[1])) if rounded else ends
     first, last = max(first, 0), min(last, 2 * pairs - 1)
@@ -64,7 +64,7 @@ def _yarn(r: RopeConfig, plain: Frequencies, rounded: bool = True) -> tuple[Freq
             f"model.rope.beta_fast {r.beta_fast} is not above model.rope.beta_slow {r.beta_slow}: pairs that turn fast "
             "are left alone, slow ones are divided"
         )
-    stretched = yarn_frequencies(plain, r.factor, r.beta_fast, r.beta_slow, r.original_length, r.theta, rounded)
+    stretched = yarn_frequencies(plain, r.factor, r.beta_fast, r.beta_slow, r.original_seq_len, r.theta, rounded)
     return stretched, yarn_magnitude(r.factor) if r.attention_factor is None else r.attention_factor
 
 
@@ -72,7 +72,7 @@ SCALINGS: dict[str, Callable[[RopeConfig, Frequencies], tuple[Frequencies, float
     "none": lambda r, plain: (plain, 1.0),
     "linear": lambda r, plain: ((plain / r.factor).astype(np.float32), 1.0),
     "llama3": lambda r, plain: (
-        llama3_frequencies(plain, r.factor, r.low_freq_factor, r.high_freq_factor, r.original_length),
+        llama3_frequencies(plain, r.factor, r.low_freq_factor, r.high_freq_factor, r.original_seq_len),
         1.0,
     ),
     "yarn": _yarn,

@@ -14,7 +14,7 @@ from jax import lax
 Scores = Literal["softmax", "softmax_chosen", "sigmoid", "sigmoid_chosen"]
 
 
-class Totals(NamedTuple):
+class RoutingTotals(NamedTuple):
     """What a mixture layer must know of the global batch to report additive shares of its losses."""
 
     tokens: jax.Array
@@ -43,13 +43,13 @@ def route(
     scores: Scores,
     correction_X: jax.Array | None = None,
     groups: int = 1,
-    groups_kept: int = 1,
+    top_groups: int = 1,
     scale: float = 1.0,
 ) -> Routed:
     """The top_k best experts of each real token, of equal ones the first; no token of padding goes anywhere.
 
     correction_X is added for the choice alone (Wang et al. 2024). With groups a token chooses among the experts of its
-    groups_kept best groups: by the sum of a group's two best scores for sigmoid (DeepSeek-V3), by its best score for
+    top_groups best groups: by the sum of a group's two best scores for sigmoid (DeepSeek-V3), by its best score for
     softmax (DeepSeek-V2). Weights are scores times scale, for *_chosen divided by their sum over the chosen first.
     """
     X = logits_BLX.shape[-1]
@@ -59,8 +59,8 @@ def route(
     choice_BLX = lax.stop_gradient(scores_BLX)
     if correction_X is not None:
         choice_BLX += lax.stop_gradient(correction_X)
-    if groups_kept < groups:
-        choice_BLX = _best_groups(choice_BLX, groups, groups_kept, 2 if sigmoid else 1)
+    if top_groups < groups:
+        choice_BLX = _best_groups(choice_BLX, groups, top_groups, 2 if sigmoid else 1)
     chosen_BLK = lax.top_k(choice_BLX, top_k)[1]
     weights_BLK = jnp.take_along_axis(scores_BLX, chosen_BLK, axis=-1)
     if scores.endswith("_chosen"):
@@ -112,7 +112,7 @@ def load_of(routed: Routed) -> jax.Array:
     return jnp.sum(visits(routed.chosen_BLK, routed.shares_BLX.shape[-1]), axis=(0, 1), dtype=jnp.int32)
 
 
-def batch_balance(routed: Routed, load_X: jax.Array, totals: Totals) -> jax.Array:
+def batch_balance(routed: Routed, load_X: jax.Array, totals: RoutingTotals) -> jax.Array:
     """This microbatch's share of X sum(f P), which is 1 for an even load (Fedus et al. 2021, eq. 4).
 
     f is the share of all choices of the global batch that fell on an expert, without gradient; P the mean share of its
@@ -124,7 +124,7 @@ def batch_balance(routed: Routed, load_X: jax.Array, totals: Totals) -> jax.Arra
     return X / K * jnp.sum(f_X.astype(jnp.float32) / totals.tokens * mass_X)
 
 
-def sequence_balance(routed: Routed, real_BL: jax.Array, totals: Totals) -> jax.Array:
+def sequence_balance(routed: Routed, real_BL: jax.Array, totals: RoutingTotals) -> jax.Array:
     """This microbatch's share of the mean over rows of X sum(f P), f and P those of a row (DeepSeek-V3, eq. 17-20)."""
     X, K = routed.shares_BLX.shape[-1], routed.chosen_BLK.shape[-1]
     tokens_B1 = jnp.maximum(jnp.sum(real_BL, axis=1, dtype=jnp.float32), 1.0)[:, None]
@@ -133,7 +133,7 @@ def sequence_balance(routed: Routed, real_BL: jax.Array, totals: Totals) -> jax.
     return X / K * jnp.sum(f_BX * mass_BX) / totals.rows
 
 
-def router_z(logits_BLX: jax.Array, real_BL: jax.Array, totals: Totals) -> jax.Array:
+def router_z(logits_BLX: jax.Array, real_BL: jax.Array, totals: RoutingTotals) -> jax.Array:
     """This microbatch's share of the mean over tokens of logsumexp(logits)^2 (Zoph et al. 2022, eq. 5)."""
     square_BL = jnp.square(jax.nn.logsumexp(logits_BLX.astype(jnp.float32), axis=-1))
     return jnp.sum(jnp.where(real_BL, square_BL, 0.0)) / totals.tokens

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.mesh.rules import active_axes, active_mesh, make_spec, manual
+from jaxtrain.mesh.rules import active_axes, active_mesh, make_spec, shard_mapped
 from jaxtrain.ops.batching import one_by_one
 
-RESIDUAL = ("batch", "residual_length", "hidden")
+RESIDUAL = ("batch", "residual_seq", "hidden")
 """Logical names of the residual stream's dims."""
 
 
@@ -31,7 +31,7 @@ def take(buffer: jax.Array, slot: jax.Array, n: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Hold:
+class SlotStore:
     """Where kept inputs of layers [B, L, D] lie: how slots are made [P, S, N, B, L, D], written and read."""
 
     make: Callable[[int, jax.ShapeDtypeStruct, int], jax.Array]
@@ -74,8 +74,8 @@ def _by_device(function: Callable[..., jax.Array], arrays: int, skipped: int) ->
     residual = [active_axes(name) for name in RESIDUAL]
     buffer, value, number = make_spec([(), (), *residual]), make_spec(residual), make_spec([])
     inputs = (buffer, value)[:arrays] + (number, number)
-    return manual(alone, inputs, value if skipped else buffer)
+    return shard_mapped(alone, inputs, value if skipped else buffer)
 
 
-ON_DEVICE = Hold(_zeros, put, take)
-HOSTED = Hold(_host_zeros, _host_put, _host_take)
+ON_DEVICE = SlotStore(_zeros, put, take)
+HOSTED = SlotStore(_host_zeros, _host_put, _host_take)

@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config import RematConfig
 from jaxtrain.mesh.rules import active_mesh
-from jaxtrain.nn.layers import Flow, Totals
+from jaxtrain.nn.layers import BatchTotals, Flow
 from jaxtrain.nn.model import KEEP_ALL, Model
-from jaxtrain.numerics.remat import given, keeping, kept_names
-from jaxtrain.pipeline.buffers import HOSTED, ON_DEVICE, Hold, put, take
+from jaxtrain.numerics.remat import residual_names, restore_residuals, save_residuals
+from jaxtrain.pipeline.buffers import HOSTED, ON_DEVICE, SlotStore, put, take
 from jaxtrain.pipeline.halves import Halves, halve
 from jaxtrain.pipeline.split import Loop, Segment, loops_of
 from jaxtrain.pipeline.stages import Stages
@@ -36,7 +36,7 @@ Buffers = list[list[list[jax.Array]]]
 """For each loop, segment of a turn and kept value [slots, turns, ...]."""
 
 
-class Own(NamedTuple):
+class StageState(NamedTuple):
     """What a stage holds of each stack, all chunks together; leaves have v J' rows."""
 
     weights: Tree
@@ -46,10 +46,10 @@ class Own(NamedTuple):
     """Whether a place holds a layer."""
 
 
-class Known(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What the way back through a segment has in both halves: its layers, what they see, what was kept."""
 
-    own: Own
+    own: StageState
     flow: Flow
     kept: list[jax.Array]
     """The input [B, L, D], and what remat.policy keeps beside it."""
@@ -67,7 +67,7 @@ class Chunk:
     stages: Stages
     weights: Tree
     specs: Tree
-    totals: Totals = field(default_factory=dict)
+    totals: BatchTotals = field(default_factory=dict)
     remat: RematConfig = KEEP_ALL
 
     @cached_property
@@ -76,12 +76,12 @@ class Chunk:
         return loops_of(self.stages.pattern, self.remat.every)
 
     @cached_property
-    def hold(self) -> Hold:
+    def slot_store(self) -> SlotStore:
         """How what is kept is written and read."""
         return HOSTED if self.remat.policy == "offload" else ON_DEVICE
 
     def _kept(self, buffers: list[jax.Array], slot: jax.Array, n: jax.Array) -> list[jax.Array]:
-        x_BLD, *beside = (self.hold.take(buffer, slot, n) for buffer in buffers)
+        x_BLD, *beside = (self.slot_store.take(buffer, slot, n) for buffer in buffers)
         # What an idle place finds is of another microbatch than it sees: a softmax's denominator of hidden keys would
         # make infinities of visible ones, and zero times those is no number.
         return [x_BLD, *(jnp.where(slot >= 0, value, 0) for value in beside)]
@@ -90,7 +90,7 @@ class Chunk:
         return self.model.flow(self.weights, positions_BL, segments_BL, self.totals)
 
     def forward(
-        self, own: Own, chunk: jax.Array, x_BLD: jax.Array, seen: Seen, kept: Buffers | None, slot: jax.Array
+        self, own: StageState, chunk: jax.Array, x_BLD: jax.Array, seen: Seen, kept: Buffers | None, slot: jax.Array
     ) -> tuple[jax.Array, Buffers | None, Tree]:
         """x through chunk number `chunk`: (its output, buffers with what is kept in `slot`, stats by stack [J', ...]).
 
@@ -108,7 +108,7 @@ class Chunk:
                         (x_BLD, _), stats = self._layers(segment, part, x_BLD, flow)
                     else:
                         x_BLD, values, stats = self._keep(segment, part, x_BLD, flow)
-                        places = [self.hold.put(b, x, slot, n) for b, x in zip(buffers[j], values, strict=True)]
+                        places = [self.slot_store.put(b, x, slot, n) for b, x in zip(buffers[j], values, strict=True)]
                         buffers = [*buffers[:j], places, *buffers[j + 1 :]]
                     found.append(stats)
                 return (x_BLD, buffers), _joined(found)
@@ -120,8 +120,8 @@ class Chunk:
         return x_BLD, None if kept is None else written, _joined(reports)
 
     def backward(
-        self, own: Own, total: Tree, chunk: jax.Array, seen: Seen, kept: Buffers, slot: jax.Array, ct_BLD: jax.Array,
-        slope: jax.Array, stored: Buffers | None, place: jax.Array,
+        self, own: StageState, total: Tree, chunk: jax.Array, seen: Seen, kept: Buffers, slot: jax.Array,
+        ct_BLD: jax.Array, cotangent: jax.Array, stored: Buffers | None, place: jax.Array,
     ) -> tuple[jax.Array, Tree, Buffers | None]:  # fmt: skip
         """Back through a chunk from what `forward` kept in `slot`: (cotangent of its input, sums, `stored`).
 
@@ -134,12 +134,12 @@ class Chunk:
             def turn(carry: Any, n: jax.Array, i: int = i, loop: Loop = loop) -> tuple[Any, None]:
                 ct_BLD, total, buffers = carry
                 for j, segment in reversed(list(enumerate(loop.segments))):
-                    known = Known(self._part(own, chunk, segment, n), flow, self._kept(kept[i][j], slot, n))
+                    known = BackwardInputs(self._part(own, chunk, segment, n), flow, self._kept(kept[i][j], slot, n))
                     if buffers is None:
-                        ct_BLD, gradient = self._back(segment, known, (ct_BLD, slope))
+                        ct_BLD, gradient = self._back(segment, known, (ct_BLD, cotangent))
                         total = self._add(total, gradient, chunk, segment, n)
                     else:
-                        ct_BLD, values = self._halves(segment, known).inputs(known, (ct_BLD, slope))
+                        ct_BLD, values = self._halves(segment, known).inputs(known, (ct_BLD, cotangent))
                         places = [put(b, value, place, n) for b, value in zip(buffers[j], values, strict=True)]
                         buffers = [*buffers[:j], places, *buffers[j + 1 :]]
                 return (ct_BLD, total, buffers), None
@@ -150,8 +150,8 @@ class Chunk:
         return ct_BLD, total, None if stored is None else written
 
     def backward_weights(
-        self, own: Own, total: Tree, chunk: jax.Array, seen: Seen, kept: Buffers, slot: jax.Array, stored: Buffers,
-        place: jax.Array,
+        self, own: StageState, total: Tree, chunk: jax.Array, seen: Seen, kept: Buffers, slot: jax.Array,
+        stored: Buffers, place: jax.Array,
     ) -> Tree:  # fmt: skip
         """`total` with the gradients of a chunk's weights added, from what `backward` stored; none if place is -1."""
         flow = self._flow(*seen)
@@ -159,7 +159,7 @@ class Chunk:
 
             def turn(total: Tree, n: jax.Array, i: int = i, loop: Loop = loop) -> tuple[Tree, None]:
                 for j, segment in enumerate(loop.segments):
-                    known = Known(self._part(own, chunk, segment, n), flow, self._kept(kept[i][j], slot, n))
+                    known = BackwardInputs(self._part(own, chunk, segment, n), flow, self._kept(kept[i][j], slot, n))
                     gradient = self._halves(segment, known).weights(known, [take(b, place, n) for b in stored[i][j]])
                     gradient = jax.tree.map(lambda g: jnp.where(place >= 0, g, 0), gradient)
                     total = self._add(total, gradient, chunk, segment, n)
@@ -170,15 +170,15 @@ class Chunk:
 
     # Shapes of buffers ----------------------------------------------------------------------------------------------
 
-    def stats(self, own: Own, x_BLD: jax.Array, seen: Seen) -> Tree:
+    def stats(self, own: StageState, x_BLD: jax.Array, seen: Seen) -> Tree:
         """Shapes of the stats of a stack's layers in a chunk, by stack."""
         return jax.eval_shape(lambda: self.forward(own, jnp.int32(0), x_BLD, seen, None, jnp.int32(-1))[2])
 
-    def kept(self, own: Own, x_BLD: jax.Array, seen: Seen) -> Tree:
+    def kept(self, own: StageState, x_BLD: jax.Array, seen: Seen) -> Tree:
         """Shapes of what `forward` keeps of each segment [turns, ...]."""
         return self._shapes(lambda segment: self._known(own, segment, x_BLD, seen).kept)
 
-    def stored(self, own: Own, x_BLD: jax.Array, seen: Seen) -> Tree:
+    def stored(self, own: StageState, x_BLD: jax.Array, seen: Seen) -> Tree:
         """Shapes of what `backward` stores of each segment [turns, ...]."""
 
         def values(segment: Segment) -> list[jax.Array]:
@@ -194,15 +194,15 @@ class Chunk:
 
         return [[one(segment, loop.turns) for segment in loop.segments] for loop in self.loops]
 
-    def _known(self, own: Own, segment: Segment, x_BLD: jax.Array, seen: Seen) -> Known:
+    def _known(self, own: StageState, segment: Segment, x_BLD: jax.Array, seen: Seen) -> BackwardInputs:
         flow = self._flow(*seen)
         part = self._part(own, jnp.int32(0), segment, jnp.int32(0))
-        return Known(part, flow, self._keep(segment, part, x_BLD, flow)[1])
+        return BackwardInputs(part, flow, self._keep(segment, part, x_BLD, flow)[1])
 
     # One segment ----------------------------------------------------------------------------------------------------
 
     def _layers(
-        self, segment: Segment, part: Own, x_BLD: jax.Array, flow: Flow
+        self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: Flow
     ) -> tuple[tuple[jax.Array, jax.Array], Tree]:
         """Its layers in turn: ((x, their objective), stats by stack); a place without a layer passes x on."""
         objective, reports = jnp.float32(0), []
@@ -220,25 +220,27 @@ class Chunk:
         return (x_BLD, objective), _joined(reports)
 
     def _keep(
-        self, segment: Segment, part: Own, x_BLD: jax.Array, flow: Flow
+        self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: Flow
     ) -> tuple[jax.Array, list[jax.Array], Tree]:
-        with keeping(kept_names(self.remat)) as beside:
+        with save_residuals(residual_names(self.remat)) as beside:
             (y_BLD, _), stats = self._layers(segment, part, x_BLD, flow)
         return y_BLD, [x_BLD, *beside], stats
 
-    def _back(self, segment: Segment, known: Known, cotangents: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, Tree]:
+    def _back(
+        self, segment: Segment, known: BackwardInputs, cotangents: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, Tree]:
         """(cotangent of the input, gradient of weights) from those of the output and of the objective."""
         own, flow, (x_BLD, *beside) = known
 
         def run(weights: Tree, x_BLD: jax.Array) -> Any:
             return self._layers(segment, own._replace(weights=weights), x_BLD, flow)
 
-        with given(kept_names(self.remat), beside):
+        with restore_residuals(residual_names(self.remat), beside):
             _, pull, _ = jax.vjp(run, own.weights, x_BLD, has_aux=True)
         gradient, gx_BLD = pull((cotangents[0], cotangents[1].astype(jnp.float32)))
         return gx_BLD, gradient
 
-    def _halves(self, segment: Segment, known: Known) -> Halves:
+    def _halves(self, segment: Segment, known: BackwardInputs) -> Halves:
         return halve(partial(self._back, segment), known, (known.kept[0], jnp.float32(0)))
 
     # Rows of a stage ------------------------------------------------------------------------------------------------
@@ -249,15 +251,15 @@ class Chunk:
         # One chunk: a place that is the same on all stages, so that a slice stays a slice under vmap.
         return place if self.stages.shape[1] == 1 else place + jnp.maximum(chunk, 0) * self.stages.rows[stack].shape[2]
 
-    def _part(self, own: Own, chunk: jax.Array, segment: Segment, n: jax.Array) -> Own:
+    def _part(self, own: StageState, chunk: jax.Array, segment: Segment, n: jax.Array) -> StageState:
         """What a segment needs of what the stage owns, in turn n of its loop."""
-        found: dict[str, Own] = {}
+        found: dict[str, StageState] = {}
         for stack in segment.at:
             place, size = self._place(stack, chunk, segment, n), segment.stacks.count(stack)
-            here = Own(*(tree[stack] for tree in own))
+            here = StageState(*(tree[stack] for tree in own))
             cut = partial(lax.dynamic_slice_in_dim, start_index=place, slice_size=size)
             found[stack] = jax.tree.map(cut, here)
-        return Own(*({stack: part[i] for stack, part in found.items()} for i in range(len(Own._fields))))
+        return StageState(*({stack: part[i] for stack, part in found.items()} for i in range(len(StageState._fields))))
 
     def _add(self, total: Tree, gradient: Tree, chunk: jax.Array, segment: Segment, n: jax.Array) -> Tree:
         def one(place: jax.Array, total: jax.Array, gradient: jax.Array) -> jax.Array:

@@ -23,15 +23,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxtrain.mesh.rules import active_mesh, constrain
-from jaxtrain.pipeline.buffers import ON_DEVICE, RESIDUAL, Hold
-from jaxtrain.pipeline.chunk import Chunk, Own, pin
+from jaxtrain.pipeline.buffers import ON_DEVICE, RESIDUAL, SlotStore
+from jaxtrain.pipeline.chunk import Chunk, StageState, pin
 from jaxtrain.pipeline.table import Schedule
 
 Tree = Any
 Batch = dict[str, jax.Array]
 Sums = dict[str, Any]
 Carry = dict[str, Any]
-Row = dict[str, Any]
+TickRow = dict[str, Any]
 Head = Callable[[Tree, jax.Array, Batch], tuple[jax.Array, Sums]]
 """(weights, residual stream after the last layer, the microbatch's fields) -> (objective, sums) of a microbatch."""
 
@@ -49,7 +49,7 @@ class Pipeline:
     chunk: Chunk
     batch: Batch
 
-    def gradients(self, schedule: Schedule, head: Head, slope: jax.Array | float) -> tuple[Tree, Sums]:
+    def gradients(self, schedule: Schedule, head: Head, cotangent: jax.Array | float) -> tuple[Tree, Sums]:
         """float32 gradients of the sum over microbatches of head's objective + slope x the layers' objectives, sums.
 
         Gradients come in stage order, sums of layers in the model's order.
@@ -57,7 +57,9 @@ class Pipeline:
         carry = self._start(schedule, head, training=True)
         for phase in schedule.phases:
             rows = _with_ends(schedule.rows(phase))
-            tick = partial(self._tick, kinds=phase.kinds, head=head, slope=slope, heads=rows["head_microbatch"] >= 0)
+            tick = partial(
+                self._tick, kinds=phase.kinds, head=head, cotangent=cotangent, heads=rows["head_microbatch"] >= 0
+            )
             carry = _scan(tick, carry, rows)
         layers = jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), carry["layers"])
         return {**carry["outer"], **layers}, self._sums(carry)
@@ -65,7 +67,7 @@ class Pipeline:
     def forward(self, schedule: Schedule, head: Head) -> Sums:
         """Sums over all microbatches of what head and layers report; `schedule` has forward work alone."""
         rows = _with_ends(schedule.columns)
-        tick = partial(self._tick, kinds="F", head=head, slope=None, heads=rows["head_microbatch"] >= 0)
+        tick = partial(self._tick, kinds="F", head=head, cotangent=None, heads=rows["head_microbatch"] >= 0)
         return self._sums(_scan(tick, self._start(schedule, head, training=False), rows))
 
     # Shapes of the carry --------------------------------------------------------------------------------------------
@@ -88,11 +90,11 @@ class Pipeline:
         if training:
             float32 = partial(jax.tree.map, lambda leaf: jnp.zeros(leaf.shape, jnp.float32))
 
-            def slots(hold: Hold, count: int, shapes: Tree) -> Tree:
-                return jax.tree.map(lambda one: hold.make(P, one, count), shapes)
+            def slots(slot_store: SlotStore, count: int, shapes: Tree) -> Tree:
+                return jax.tree.map(lambda one: slot_store.make(P, one, count), shapes)
 
             carry |= {
-                "kept": slots(self.chunk.hold, schedule.kept_slots, self.chunk.kept(*one)),
+                "kept": slots(self.chunk.slot_store, schedule.kept_slots, self.chunk.kept(*one)),
                 "cotangents": jnp.zeros((P, schedule.cotangent_slots, *x_BLD.shape), x_BLD.dtype),
                 "layers": float32(self.own.weights),
                 "outer": float32(self.outer),
@@ -126,7 +128,7 @@ class Pipeline:
         return {name: part for name, part in self.chunk.weights.items() if name not in self.chunk.stages.rows}
 
     @cached_property
-    def own(self) -> Own:
+    def own(self) -> StageState:
         """What each stage owns of each stack [P, v J', ...]: weights, the layers' data, which places hold a layer."""
         rows, data = self.chunk.stages.rows, self.chunk.model.data(self.chunk.totals)
         weights = {
@@ -139,7 +141,7 @@ class Pipeline:
             for k, r in rows.items()
         }
         real = {k: jnp.asarray(there) for k, there in self.chunk.stages.real.items()}
-        return Own(weights if self.chunk.specs is None else self._pin_own(weights), seen, real)
+        return StageState(weights if self.chunk.specs is None else self._pin_own(weights), seen, real)
 
     def _pin_own(self, stacks: Tree) -> Tree:
         return pin(stacks, {k: jax.tree.map(_by_stage, self.chunk.specs[k]) for k in stacks})
@@ -160,14 +162,14 @@ class Pipeline:
     # One tick -------------------------------------------------------------------------------------------------------
 
     def _tick(
-        self, carry: Carry, row: Row, kinds: str, head: Head, slope: Any, heads: NDArray[np.bool_]
+        self, carry: Carry, row: TickRow, kinds: str, head: Head, cotangent: Any, heads: NDArray[np.bool_]
     ) -> tuple[Carry, None]:
         y_PBLD = gx_PBLD = None
         if "F" in kinds:
             carry, y_PBLD = self._forward(carry, row)
             carry = _where(heads, row["head_microbatch"] >= 0, partial(self._head, head), carry, y_PBLD, row)
         if "B" in kinds:
-            carry, gx_PBLD = self._backward(carry, row, slope)
+            carry, gx_PBLD = self._backward(carry, row, cotangent)
         if "W" in kinds:
             carry = self._backward_weights(carry, row)
         if y_PBLD is not None:
@@ -176,7 +178,7 @@ class Pipeline:
             carry["cotangents"] = _put(carry["cotangents"], self._shift(gx_PBLD, -1), row["receive_cotangent"])
         return self._pin_carry(carry), None
 
-    def _forward(self, carry: Carry, row: Row) -> tuple[Carry, jax.Array]:
+    def _forward(self, carry: Carry, row: TickRow) -> tuple[Carry, jax.Array]:
         m_P, chunk_P = row["f_microbatch"], row["f_chunk"]
         first = self._fields(row["entering"])
         entered_BLD = self.chunk.model.enter(self.chunk.weights, first["tokens"], first["positions"])
@@ -197,7 +199,7 @@ class Pipeline:
         )
         return carry, y_PBLD
 
-    def _head(self, head: Head, carry: Carry, y_PBLD: jax.Array, row: Row) -> Carry:
+    def _head(self, head: Head, carry: Carry, y_PBLD: jax.Array, row: TickRow) -> Carry:
         """Loss of the microbatch that leaves the last stage; in training its gradients and cotangent too."""
         x_BLD = constrain(_of_one_stage(y_PBLD, -1), *RESIDUAL)
         rows = self._fields(row["head_microbatch"])
@@ -219,14 +221,14 @@ class Pipeline:
             "cotangents": _put(carry["cotangents"], everywhere, slots_P),
         }
 
-    def _backward(self, carry: Carry, row: Row, slope: Any) -> tuple[Carry, jax.Array]:
+    def _backward(self, carry: Carry, row: TickRow, cotangent: Any) -> tuple[Carry, jax.Array]:
         m_P, chunk_P = row["b_microbatch"], row["b_chunk"]
         on_P = m_P >= 0
         ct_PBLD = _take(carry["cotangents"], row["b_cotangent"])
         ct_PBLD = constrain(jnp.where(_wide(on_P, ct_PBLD), ct_PBLD, 0), STAGES, *RESIDUAL)
         gx_PBLD, layers, stored = _over_stages(self.chunk.backward)(
             self.own, carry["layers"], chunk_P, self._seen(m_P), carry["kept"], row["b_kept"], ct_PBLD,
-            jnp.where(on_P, slope, 0.0), carry["stored"], row["b_stored"],
+            jnp.where(on_P, cotangent, 0.0), carry["stored"], row["b_stored"],
         )  # fmt: skip
         gx_PBLD = constrain(gx_PBLD, STAGES, *RESIDUAL)
         carry = {**carry, "layers": layers, "stored": stored}
@@ -239,7 +241,7 @@ class Pipeline:
         (outer,) = jax.vjp(enter, self.outer)[1](gx_BLD)
         return {**carry, "outer": _add(carry["outer"], outer)}, gx_PBLD
 
-    def _backward_weights(self, carry: Carry, row: Row) -> Carry:
+    def _backward_weights(self, carry: Carry, row: TickRow) -> Carry:
         layers = _over_stages(self.chunk.backward_weights)(
             self.own, carry["layers"], row["w_chunk"], self._seen(row["w_microbatch"]), carry["kept"], row["w_kept"],
             carry["stored"], row["w_stored"],
@@ -262,7 +264,7 @@ class Pipeline:
     def _seen(self, m_P: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Positions and segments of the microbatch at each stage [P, B, L]."""
         fields = (jnp.take(self.batch[name], jnp.maximum(m_P, 0), axis=0) for name in ("positions", "segments"))
-        positions, segments = (constrain(field, STAGES, "batch", "length") for field in fields)
+        positions, segments = (constrain(field, STAGES, "batch", "seq_len") for field in fields)
         return positions, segments
 
 
@@ -278,7 +280,7 @@ def _with_ends(columns: dict[str, NDArray[np.int32]]) -> dict[str, NDArray[np.in
     return columns | first
 
 
-def _scan(tick: Callable[..., Any], carry: Carry, rows: Row) -> Carry:
+def _scan(tick: Callable[..., Any], carry: Carry, rows: TickRow) -> Carry:
     return lax.scan(tick, carry, jax.tree.map(jnp.asarray, rows))[0]
 
 

@@ -25,9 +25,9 @@ from jaxtrain.pipeline.table import (
     Costs,
     Op,
     Phase,
+    PipelineShape,
     Schedule,
     ScheduleError,
-    Shape,
     Unit,
     build,
     needs,
@@ -36,19 +36,37 @@ from jaxtrain.pipeline.table import (
 )
 
 __all__ = [
-    "MAKERS", "UNIT", "Costs", "Maker", "Op", "Order", "Phase", "Schedule", "ScheduleError", "Shape", "Span",
-    "Timeline", "classic_orders", "forward_schedule", "lockstep", "make_schedule", "plan_shape", "read_csv", "timeline",
-    "validate", "write_csv",
+    "MAKERS",
+    "UNIT",
+    "Costs",
+    "Maker",
+    "Op",
+    "Order",
+    "Phase",
+    "PipelineShape",
+    "Schedule",
+    "ScheduleError",
+    "ScheduleSpan",
+    "ScheduleTimeline",
+    "classic_orders",
+    "forward_schedule",
+    "lockstep",
+    "make_schedule",
+    "read_csv",
+    "schedule_shape",
+    "timeline",
+    "validate",
+    "write_csv",
 ]  # fmt: skip
 
 Order = list[Op]
 """What one stage does, in order."""
-Maker = Callable[[Shape, bool], list[Order]]
+Maker = Callable[[PipelineShape, bool], list[Order]]
 """(shape, in lockstep) -> the order of each stage. In lockstep what is sent travels one stage a tick, and a tick holds
 an F and a B: hiding the way back takes twice the microbatches that it takes where a stage does one thing at a time."""
 
 
-def plan_shape(pipeline: PipelineConfig, stages: int, accumulation: int) -> Shape:
+def schedule_shape(pipeline: PipelineConfig, stages: int, accumulation: int) -> PipelineShape:
     """Sizes of a run's pipeline: its microbatches are the accumulation.
 
     Raises ConfigError where pipeline.microbatches says another number.
@@ -58,10 +76,10 @@ def plan_shape(pipeline: PipelineConfig, stages: int, accumulation: int) -> Shap
             f"pipeline.microbatches {pipeline.microbatches} is not train.accumulation {accumulation}, and both are the "
             "microbatches of an update: set one of them, or both alike"
         )
-    return Shape(stages, pipeline.chunks or (2 if pipeline.schedule == "interleaved" else 1), accumulation)
+    return PipelineShape(stages, pipeline.chunks or (2 if pipeline.schedule == "interleaved" else 1), accumulation)
 
 
-def make_schedule(schedule: str | Maker, shape: Shape) -> Schedule:
+def make_schedule(schedule: str | Maker, shape: PipelineShape) -> Schedule:
     """The checked table of a schedule by name (a key of MAKERS), of a CSV file, or of a maker of one's own.
 
     Raises ScheduleError for an unknown name, an unreadable file, or an order of work that cannot run.
@@ -78,23 +96,23 @@ def make_schedule(schedule: str | Maker, shape: Shape) -> Schedule:
     return build(schedule, read_csv(Path(schedule), shape), shape)
 
 
-def forward_schedule(shape: Shape) -> Schedule:
+def forward_schedule(shape: PipelineShape) -> Schedule:
     """Forward work alone, filling and draining the pipeline once: what evaluation runs."""
     orders = [_sequence(shape, "F") for _ in range(shape.stages)]
     return build("forward", lockstep(orders, shape), shape, training=False)
 
 
-def gpipe(shape: Shape, in_lockstep: bool) -> list[Order]:
+def gpipe(shape: PipelineShape, in_lockstep: bool) -> list[Order]:
     """All microbatches forward, then all back (Huang et al. 2019); a stage keeps all its inputs."""
     return [_alternate(shape, shape.work) for _ in range(shape.stages)]
 
 
-def one_f_one_b(shape: Shape, in_lockstep: bool) -> list[Order]:
+def one_f_one_b(shape: PipelineShape, in_lockstep: bool) -> list[Order]:
     """A forward and a backward in turn (Narayanan et al. 2019); with chunks the interleaved order (2021)."""
     return [_alternate(shape, _warm(shape, in_lockstep, stage)) for stage in range(shape.stages)]
 
 
-def zero_bubble(shape: Shape, in_lockstep: bool) -> list[Order]:
+def zero_bubble(shape: PipelineShape, in_lockstep: bool) -> list[Order]:
     """1F1B with the backward of weights apart (ZB-H1, Qi et al. 2023): stage s puts it off by s microbatches."""
     return [_alternate(shape, _warm(shape, in_lockstep, stage), stage) for stage in range(shape.stages)]
 
@@ -108,7 +126,7 @@ MAKERS: dict[str, Maker] = {
 """Schedules by name: a new one is a row."""
 
 
-def _warm(shape: Shape, in_lockstep: bool, stage: int) -> int:
+def _warm(shape: PipelineShape, in_lockstep: bool, stage: int) -> int:
     """Forwards of a stage before its first backward."""
     behind = shape.stages - 1 - stage
     if shape.chunks == 1 and not in_lockstep:
@@ -116,7 +134,7 @@ def _warm(shape: Shape, in_lockstep: bool, stage: int) -> int:
     return (shape.chunks - 1) * len(_groups(shape)[0]) + 2 * behind + 1
 
 
-def _alternate(shape: Shape, warm: int, weights_later: int | None = None) -> Order:
+def _alternate(shape: PipelineShape, warm: int, weights_later: int | None = None) -> Order:
     """`warm` forwards, then a backward and a forward in turn; a weights' backward comes `weights_later` turns later."""
     forward, backward, weights = (_sequence(shape, kind) for kind in KINDS)
     order = forward[:warm]
@@ -128,13 +146,13 @@ def _alternate(shape: Shape, warm: int, weights_later: int | None = None) -> Ord
     return order if weights_later is None else order + weights[max(shape.work - weights_later, 0) :]
 
 
-def _sequence(shape: Shape, kind: str) -> Order:
+def _sequence(shape: PipelineShape, kind: str) -> Order:
     """All work of a kind on a stage: a group of microbatches at a time, each chunk of them in turn."""
     chunks = range(shape.chunks) if kind == "F" else range(shape.chunks)[::-1]
     return [Op(kind, m, chunk) for group in _groups(shape) for chunk in chunks for m in group]
 
 
-def _groups(shape: Shape) -> list[range]:
+def _groups(shape: PipelineShape) -> list[range]:
     """Microbatches that visit all chunks together, the larger groups first: P each, or more where P does not divide M.
 
     A group of fewer than P would leave its second chunk waiting for the first to come round.
@@ -145,7 +163,7 @@ def _groups(shape: Shape) -> list[range]:
     return [range(a, b) for a, b in pairwise(starts)]
 
 
-def lockstep(orders: Sequence[Order], shape: Shape) -> Cells:
+def lockstep(orders: Sequence[Order], shape: PipelineShape) -> Cells:
     """Ticks of stages that each work in order, as early as possible, with one piece of each kind a tick.
 
     Raises ScheduleError where the orders wait for each other.
@@ -176,7 +194,7 @@ def lockstep(orders: Sequence[Order], shape: Shape) -> Cells:
     return cells
 
 
-class Span(NamedTuple):
+class ScheduleSpan(NamedTuple):
     """One piece of work in time."""
 
     op: Op
@@ -185,10 +203,10 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class ScheduleTimeline:
     """What each stage does when, if it does one thing at a time and sending takes no time."""
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[ScheduleSpan, ...], ...]
 
     @property
     def time(self) -> float:
@@ -214,14 +232,14 @@ class Timeline:
         return [max(len(self.waiting(stage, span.stop)) for span in spans) for stage, spans in enumerate(self.spans)]
 
 
-def timeline(orders: Sequence[Order], shape: Shape, costs: Costs = UNIT) -> Timeline:
+def timeline(orders: Sequence[Order], shape: PipelineShape, costs: Costs = UNIT) -> ScheduleTimeline:
     """Each stage's order played as early as possible, one piece of work at a time.
 
     Raises ScheduleError where the orders wait for each other.
     """
     split = any(op.kind == "W" for order in orders for op in order)
     finished: dict[Unit, float] = {}
-    spans: list[list[Span]] = [[] for _ in orders]
+    spans: list[list[ScheduleSpan]] = [[] for _ in orders]
     moved = True
     while moved:
         moved = False
@@ -235,11 +253,11 @@ def timeline(orders: Sequence[Order], shape: Shape, costs: Costs = UNIT) -> Time
                 free = spans[stage][-1].stop if spans[stage] else 0.0
                 start = max(free, finished[needed[0]] if needed else 0.0)
                 finished[unit] = start + costs.of(op.kind, split)
-                spans[stage].append(Span(op, start, finished[unit]))
+                spans[stage].append(ScheduleSpan(op, start, finished[unit]))
                 moved = True
     if any(len(done) < len(order) for done, order in zip(spans, orders, strict=True)):
         raise _stuck(orders, [len(done) for done in spans], shape)
-    return Timeline(tuple(tuple(done) for done in spans))
+    return ScheduleTimeline(tuple(tuple(done) for done in spans))
 
 
 def classic_orders(schedule: Schedule) -> list[Order]:
@@ -249,7 +267,7 @@ def classic_orders(schedule: Schedule) -> list[Order]:
     return [[op for row in schedule.cells for op in row[stage]] for stage in range(schedule.shape.stages)]
 
 
-def _stuck(orders: Sequence[Order], next_of: Sequence[int], shape: Shape) -> ScheduleError:
+def _stuck(orders: Sequence[Order], next_of: Sequence[int], shape: PipelineShape) -> ScheduleError:
     waits = []
     for stage, (order, at) in enumerate(zip(orders, next_of, strict=True)):
         needed = needs(unit_of(order[at], stage, shape), shape) if at < len(order) else None
@@ -264,7 +282,7 @@ def _stuck(orders: Sequence[Order], next_of: Sequence[int], shape: Shape) -> Sch
 _CELL = re.compile(r"([FBW])(\d+)(?:\.(\d+))?")
 
 
-def read_csv(path: Path, shape: Shape) -> Cells:
+def read_csv(path: Path, shape: PipelineShape) -> Cells:
     """What runs where, from a file with a line a tick and a column a stage; lines that begin with # are left out.
 
     A cell holds at most one piece of work of each kind, "F3 B0" say: kind, microbatch, and ".chunk" where it is not 0.

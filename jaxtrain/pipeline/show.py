@@ -23,10 +23,18 @@ from jaxtrain.inspect import Inspection, inspect
 from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
-from jaxtrain.pipeline.schedule import Op, Schedule, Timeline, classic_orders, make_schedule, plan_shape, timeline
-from jaxtrain.pipeline.split import Split, plan_split
+from jaxtrain.pipeline.schedule import (
+    Op,
+    Schedule,
+    ScheduleTimeline,
+    classic_orders,
+    make_schedule,
+    schedule_shape,
+    timeline,
+)
+from jaxtrain.pipeline.split import StageSplit, split_stages
 from jaxtrain.pipeline.table import KINDS, Costs
-from jaxtrain.train.batch import BatchPlan, plan_batch
+from jaxtrain.train.batch import BatchShape, split_batch
 from jaxtrain.train.setup import train_of
 
 STYLES = {"F": "cyan", "B": "yellow", "W": "green"}
@@ -43,10 +51,10 @@ def show_schedule(config: RunConfig, devices: int | None = None, cluster: str | 
     stages = one.topology.sizes["pipe"]
     if stages == 1:
         raise ConfigError("mesh.pipe is 1: there is no pipeline to show; set mesh.pipe to the number of stages")
-    plan = plan_batch(train_of(one.config), one.topology.sizes, one.layout.batch_axes)
-    shape = plan_shape(one.config.pipeline, stages, plan.accumulation)
+    plan = split_batch(train_of(one.config), one.topology.sizes, one.layout.batch_axes)
+    shape = schedule_shape(one.config.pipeline, stages, plan.accumulation)
     schedule = make_schedule(one.config.pipeline.schedule, shape)
-    split = plan_split(build(one.config.model), one.config.pipeline, stages, shape.chunks)
+    split = split_stages(build(one.config.model), one.config.pipeline, stages, shape.chunks)
     return Picture(one, plan, schedule, split)
 
 
@@ -55,12 +63,12 @@ class Picture:
     """A schedule with what it means for a run: layers and nodes of each stage, time, memory."""
 
     laid: Inspection
-    plan: BatchPlan
+    batch_shape: BatchShape
     schedule: Schedule
-    split: Split
+    split: StageSplit
 
     @cached_property
-    def classic(self) -> Timeline:
+    def classic(self) -> ScheduleTimeline:
         """The schedule played by stages that do one thing at a time, nothing recomputed."""
         return timeline(classic_orders(self.schedule), self.schedule.shape)
 
@@ -84,8 +92,8 @@ class Picture:
         """
         config, sizes = self.laid.config, self.laid.topology.sizes
         rules = resolve_rules(config.rules)
-        shards = math.prod(sizes[axis] for name in ("residual_length", "hidden") for axis in rules.axes(name))
-        positions = self.plan.microbatch * config.data.length
+        shards = math.prod(sizes[axis] for name in ("residual_seq", "hidden") for axis in rules.axes(name))
+        positions = self.batch_shape.microbatch * config.data.seq_len
         stream = positions * config.model.d_model * Precision(config.precision).compute.itemsize // shards
         layers = len(self.split.pattern) // config.remat.every
         return {"input": stream, "kept": stream * layers, "cotangent": stream}

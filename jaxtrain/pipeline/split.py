@@ -23,7 +23,7 @@ from jaxtrain.nn.model import Model
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class StageSplit:
     """Layers cut into P v runs, run q = c P + s being chunk c of stage s.
 
     counts: layers of each run; pattern: kind (stack) of each of a chunk's J places; places: int32 [P, v, J], the
@@ -57,7 +57,7 @@ class Loop:
     turns: int
 
 
-def plan_split(model: Model, pipeline: PipelineConfig, stages: int, chunks: int) -> Split:
+def split_stages(model: Model, pipeline: PipelineConfig, stages: int, chunks: int) -> StageSplit:
     """The split of a model's layers.
 
     A matrix costs its elements a token (an expert's by the share of tokens that choose it), so that the sizes of
@@ -82,7 +82,7 @@ def split_layers(
     asked: Literal["auto"] | Sequence[int] = "auto",
     costs: Mapping[str, float] | None = None,
     ends: tuple[float, float] = (0.0, 0.0),
-) -> Split:
+) -> StageSplit:
     """Cut layers of these kinds, in the model's order, into a run for each chunk of each stage.
 
     costs: time of a layer of each kind (default all alike); ends: time of embedding and head, on the first and last
@@ -114,7 +114,7 @@ def split_layers(
                 places[q % stages, q // stages, place] = layer
                 layer += 1
         assert layer == end
-    return Split(counts, pattern, places)
+    return StageSplit(counts, pattern, places)
 
 
 def loops_of(pattern: Sequence[str], every: int) -> tuple[Loop, ...]:

@@ -10,25 +10,25 @@ import jax.numpy as jnp
 
 from jaxtrain.config import RematConfig
 from jaxtrain.nn.block import Stats
-from jaxtrain.nn.layers import NOTHING, Totals
+from jaxtrain.nn.layers import NOTHING, BatchTotals
 from jaxtrain.nn.model import KEEP_ALL, Model, Tree
 from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Batch, Pipeline, Sums
 from jaxtrain.pipeline.schedule import forward_schedule
 from jaxtrain.pipeline.stages import Stages
-from jaxtrain.pipeline.table import Shape
+from jaxtrain.pipeline.table import PipelineShape
 
 
 @dataclass(frozen=True, eq=False)
 class StagedModel(Model):
     """`plain` with its stack in stage order; `params` describes that order."""
 
-    plain: Model
+    canonical: Model
     stages: Stages
 
     def init(self, key: jax.Array) -> Tree:
         """The plain model's parameters of this key, in stage order."""
-        params = self.plain.init(key)
+        params = self.canonical.init(key)
         stacks = {k: jax.tree.map(partial(self.to_stack, k), params[k]) for k in self.stages.rows}
         return {**params, **stacks}
 
@@ -39,7 +39,7 @@ class StagedModel(Model):
         positions_BL: jax.Array,
         segments_BL: jax.Array,
         remat: RematConfig = KEEP_ALL,
-        totals: Totals = NOTHING,
+        totals: BatchTotals = NOTHING,
     ) -> tuple[jax.Array, Stats]:
         """As `Model.hidden`: one microbatch goes through the stages, and no weight moves."""
         fields = {"tokens": tokens_BL, "positions": positions_BL, "segments": segments_BL}
@@ -50,7 +50,7 @@ class StagedModel(Model):
         batch = jax.tree.map(lambda field: field[None], fields)
         pipeline = Pipeline(Chunk(self, self.stages, params, None, totals), batch)
         stages, chunks, _ = self.stages.shape
-        stats = pipeline.forward(forward_schedule(Shape(stages, chunks, 1)), leave)
+        stats = pipeline.forward(forward_schedule(PipelineShape(stages, chunks, 1)), leave)
         return stats.pop("hidden"), stats
 
     def to_stack(self, stack: str, rows: jax.Array) -> jax.Array:
@@ -63,7 +63,7 @@ class StagedModel(Model):
 
     def count(self) -> int:
         """Number of parameters; empty places count nothing."""
-        return self.plain.count()
+        return self.canonical.count()
 
 
 def stage_model(model: Model, stages: Stages) -> StagedModel:

@@ -25,7 +25,7 @@ class ScheduleError(ConfigError):
     """A schedule that cannot run; names stage, tick and microbatch, and the mend."""
 
 
-class Shape(NamedTuple):
+class PipelineShape(NamedTuple):
     """Sizes of a pipeline: stages P, chunks of layers a stage v, microbatches of an update M."""
 
     stages: int
@@ -60,12 +60,12 @@ Unit = tuple[str, int, int]
 """(kind, microbatch, virtual stage): one piece of work of the whole pipeline."""
 
 
-def unit_of(op: Op, stage: int, shape: Shape) -> Unit:
+def unit_of(op: Op, stage: int, shape: PipelineShape) -> Unit:
     """Which piece of the whole pipeline's work an Op of a stage is."""
     return op.kind, op.microbatch, op.chunk * shape.stages + stage
 
 
-def needs(unit: Unit, shape: Shape) -> tuple[Unit, int] | None:
+def needs(unit: Unit, shape: PipelineShape) -> tuple[Unit, int] | None:
     """What must have run before, and at least how many ticks before; None for a first forward."""
     kind, m, q = unit
     if kind == "W":
@@ -125,7 +125,7 @@ class Schedule:
     """
 
     name: str
-    shape: Shape
+    shape: PipelineShape
     columns: dict[str, NDArray[np.int32]]
     phases: tuple[Phase, ...]
     input_slots: int
@@ -181,7 +181,7 @@ class Schedule:
         return 1 - self.shape.work * sum(costs.of(kind, self.split) for kind in kinds) / self.time(costs)
 
 
-def build(name: str, cells: Cells, shape: Shape, training: bool = True) -> Schedule:
+def build(name: str, cells: Cells, shape: PipelineShape, training: bool = True) -> Schedule:
     """The checked table of what runs in each tick, with buffer slots; raises ScheduleError where it cannot run.
 
     Without `training` there is forward work alone.
@@ -196,7 +196,7 @@ def build(name: str, cells: Cells, shape: Shape, training: bool = True) -> Sched
     return schedule
 
 
-def _ticks_of(name: str, cells: Cells, shape: Shape) -> dict[Unit, int]:
+def _ticks_of(name: str, cells: Cells, shape: PipelineShape) -> dict[Unit, int]:
     at: dict[Unit, int] = {}
     for tick, stage, op in ((t, s, op) for t, row in enumerate(cells) for s, ops in enumerate(row) for op in ops):
         if not (op.microbatch < shape.microbatches and op.chunk < shape.chunks):
@@ -217,7 +217,7 @@ def _ticks_of(name: str, cells: Cells, shape: Shape) -> dict[Unit, int]:
     return at
 
 
-def _check_complete(name: str, at: Mapping[Unit, int], shape: Shape, training: bool) -> None:
+def _check_complete(name: str, at: Mapping[Unit, int], shape: PipelineShape, training: bool) -> None:
     split = any(kind == "W" for kind, _, _ in at)
     for kind in ("F" + "B" * training + "W" * split) if training else "F":
         for m in range(shape.microbatches):
@@ -229,7 +229,7 @@ def _check_complete(name: str, at: Mapping[Unit, int], shape: Shape, training: b
                     )
 
 
-def _check_order(name: str, at: Mapping[Unit, int], unit: Unit, shape: Shape) -> None:
+def _check_order(name: str, at: Mapping[Unit, int], unit: Unit, shape: PipelineShape) -> None:
     needed = needs(unit, shape)
     if needed is None or at[unit] >= at[needed[0]] + needed[1]:
         return
@@ -273,7 +273,9 @@ _ACCESS = {
 }
 
 
-def _columns(at: Mapping[Unit, int], ticks: int, shape: Shape) -> tuple[dict[str, NDArray[np.int32]], list[int]]:
+def _columns(
+    at: Mapping[Unit, int], ticks: int, shape: PipelineShape
+) -> tuple[dict[str, NDArray[np.int32]], list[int]]:
     """The columns, and the numbers of input, kept, cotangent and stored slots."""
     P = shape.stages
     names = [f"{kind}_{what}" for kind in "fbw" for what in ("microbatch", "chunk")]
@@ -303,7 +305,7 @@ def _columns(at: Mapping[Unit, int], ticks: int, shape: Shape) -> tuple[dict[str
     return columns, list(counts.values())
 
 
-def _lives(buffer: str, at: Mapping[Unit, int], shape: Shape) -> Iterator[tuple[Place, Life]]:
+def _lives(buffer: str, at: Mapping[Unit, int], shape: PipelineShape) -> Iterator[tuple[Place, Life]]:
     """From when to when a buffer holds something of each microbatch and virtual stage."""
     for (kind, m, q), tick in at.items():
         when = {k: 7 * at[k, m, q] for k in KINDS if (k, m, q) in at}

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.config import ModelConfig, OptimizerConfig
 from jaxtrain.data import IGNORE
-from jaxtrain.data.packing import Batch
+from jaxtrain.data.packing import HostBatch
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import STACKS, Param
 from jaxtrain.nn.decoder import mixture_layers
@@ -21,22 +21,22 @@ from jaxtrain.train.setup import Setup
 Tree = Any
 
 
-def plain_updates(setup: Setup, bench: Bench, born: Tree, batches: Sequence[Batch]) -> Outcome:
+def reference_steps(setup: Setup, bench: Bench, initial: Tree, batches: Sequence[HostBatch]) -> Outcome:
     """What the updates must give with the gradients of `bench` (Loshchilov & Hutter 2019; cosine after warm-up)."""
     config, shapes = setup.config.optimizer, flatten_paths(setup.model.params)
-    params = {name: leaf.astype(np.float64) for name, leaf in flatten_paths(born["params"]).items()}
+    params = {name: leaf.astype(np.float64) for name, leaf in flatten_paths(initial["params"]).items()}
     first, second = ({name: np.zeros(leaf.shape) for name, leaf in params.items()} for _ in range(2))
     tokens, metrics, states = 0, [], []
     for update, batch in enumerate(batches):
-        weights = jax.tree.map(np.float32, _like(born["params"], params))
-        gradient, sums = bench.gradients({**born, "params": weights}, batch)
-        slopes = {name: leaf.astype(np.float64) for name, leaf in flatten_paths(gradient).items()}
-        norm = math.sqrt(sum(float(np.sum(leaf**2)) for leaf in slopes.values()))
+        weights = jax.tree.map(np.float32, _like(initial["params"], params))
+        gradient, sums = bench.gradients({**initial, "params": weights}, batch)
+        cotangents = {name: leaf.astype(np.float64) for name, leaf in flatten_paths(gradient).items()}
+        norm = math.sqrt(sum(float(np.sum(leaf**2)) for leaf in cotangents.values()))
         clip = min(1.0, (config.clip_norm or math.inf) / norm)
-        rate = _rate(config, setup.config.train.updates, update)
-        for name, slope in slopes.items():
-            first[name] = config.beta1 * first[name] + (1 - config.beta1) * clip * slope
-            second[name] = config.beta2 * second[name] + (1 - config.beta2) * (clip * slope) ** 2
+        rate = _rate(config, setup.config.train.steps, update)
+        for name, cotangent in cotangents.items():
+            first[name] = config.beta1 * first[name] + (1 - config.beta1) * clip * cotangent
+            second[name] = config.beta2 * second[name] + (1 - config.beta2) * (clip * cotangent) ** 2
             mean = first[name] / (1 - config.beta1 ** (update + 1))
             root = np.sqrt(second[name] / (1 - config.beta2 ** (update + 1)))
             decay = config.weight_decay * _decays(shapes[name]) * params[name]
@@ -50,8 +50,8 @@ def plain_updates(setup: Setup, bench: Bench, born: Tree, batches: Sequence[Batc
         })  # fmt: skip
         moments = {"mu": first, "nu": second}
         states.append({
-            "params": _like(born["params"], params), "opt": _opt(born["opt"], moments, update + 1),
-            "updates": np.int32(update + 1), "tokens": np.array([0, tokens], np.int32),
+            "params": _like(initial["params"], params), "opt": _opt(initial["opt"], moments, update + 1),
+            "steps": np.int32(update + 1), "tokens": np.array([0, tokens], np.int32),
         })  # fmt: skip
     return Outcome([], [], metrics, states)
 

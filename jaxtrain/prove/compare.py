@@ -54,7 +54,7 @@ class Check:
         return math.inf if math.isnan(self.error) else self.error / max(self.bound, 1e-30)
 
 
-def compare(got: Outcome, want: Outcome, born: Tree) -> list[Check]:
+def compare(got: Outcome, want: Outcome, initial: Tree) -> list[Check]:
     """Every leaf that `want` has, checked in `got`; `born` is the state from which both started."""
     quiet = _quiet(want.gradients or got.gradients)
     checks = [Check("masked", leaf, math.inf) for leaf in got.moved]
@@ -62,7 +62,7 @@ def compare(got: Outcome, want: Outcome, born: Tree) -> list[Check]:
         checks += _leaves("gradient", got.gradients[batch], gradient, quiet)
         checks += _values("sum", got.sums[batch], _learned(want.sums[batch]))
     for update in range(len(want.states)):
-        checks += (replace(check, update=update + 1) for check in _one_update(got, want, born, update, quiet))
+        checks += (replace(check, update=update + 1) for check in _one_update(got, want, initial, update, quiet))
     return checks
 
 
@@ -83,14 +83,16 @@ def flatten(tree: Tree) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
 
 
-def _one_update(got: Outcome, want: Outcome, born: Tree, update: int, quiet: Collection[str]) -> Iterator[Check]:
+def _one_update(got: Outcome, want: Outcome, initial: Tree, update: int, quiet: Collection[str]) -> Iterator[Check]:
     yield from _values("metric", got.metrics[update], _learned(want.metrics[update]))
     have, wanted = got.states[update], want.states[update]
-    yield from _values("metric", have, {name: wanted[name] for name in ("updates", "tokens")})
+    yield from _values("metric", have, {name: wanted[name] for name in ("steps", "tokens")})
     opt = flatten(have["opt"])
-    for moments in _by_moment(wanted["opt"], flatten(born["params"])):
+    for moments in _by_moment(wanted["opt"], flatten(initial["params"])):
         yield from _leaves("moment", opt, moments, quiet)
-    yield from _leaves("parameter", _way(have["params"], born["params"]), _way(wanted["params"], born["params"]), quiet)
+    yield from _leaves(
+        "parameter", _way(have["params"], initial["params"]), _way(wanted["params"], initial["params"]), quiet
+    )
 
 
 def _learned(values: Tree) -> Tree:
@@ -144,5 +146,5 @@ def _by_moment(opt: Tree, parameters: dict[str, np.ndarray]) -> list[dict[str, n
     return list(groups.values())
 
 
-def _way(params: Tree, born: Tree) -> Tree:
-    return jax.tree.map(lambda now, then: np.asarray(now, np.float64) - then, params, born)
+def _way(params: Tree, initial: Tree) -> Tree:
+    return jax.tree.map(lambda now, then: np.asarray(now, np.float64) - then, params, initial)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from jaxtrain.config import ConfigError
-from jaxtrain.launch.place import enough_threads
+from jaxtrain.launch.process import enough_threads
 
 # Independent collectives of one program may otherwise run in different order on different devices, and wait for ever.
 FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler=false"

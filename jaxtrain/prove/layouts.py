@@ -51,11 +51,11 @@ BACKENDS = (
 SEQUENCE = (
     "seq=2",
     "data=1, seq=8",
-    "seq=4, attention.context=all_gather",
-    "seq=2, attention.context=ulysses",
+    "seq=4, attention.context_parallel=all_gather",
+    "seq=2, attention.context_parallel=ulysses",
     "seq=2, rules.preset=[zero2], train.accumulation=2, remat.policy=full",
     "tensor=2, seq=2, rules.preset=[fsdp,tensor_sequence]",
-    "tensor=2, seq=2, attention.context=ulysses, train.accumulation=2",
+    "tensor=2, seq=2, attention.context_parallel=ulysses, train.accumulation=2",
 )
 PIPELINE = (
     # Alone, from as many microbatches as stages to four times as many.
@@ -79,8 +79,8 @@ PIPELINE = (
     # With context parallelism.
     "pipe=2, seq=2, rules.preset=[zero2], train.accumulation=4, remat.policy=names, remat.names=[qkv,attention_out]",
     "pipe=4, seq=2, pipeline.schedule=zero_bubble, train.accumulation=8, remat.policy=full, remat.every=2",
-    "pipe=2, seq=4, attention.context=all_gather, pipeline.schedule=interleaved, train.accumulation=4",
-    "pipe=2, tensor=2, seq=2, attention.context=ulysses, pipeline.schedule=zero_bubble, train.accumulation=2",
+    "pipe=2, seq=4, attention.context_parallel=all_gather, pipeline.schedule=interleaved, train.accumulation=4",
+    "pipe=2, tensor=2, seq=2, attention.context_parallel=ulysses, pipeline.schedule=zero_bubble, train.accumulation=2",
     "pipe=2, tensor=2, seq=2, pipeline.schedule=interleaved, rules.preset=[tensor_sequence], train.accumulation=8",
     # Rows as each packer lays them; runs of different lengths.
     "data=2, pipe=2, pipeline.stages=[5,3], data.packing=first_fit, train.accumulation=8",
@@ -107,7 +107,7 @@ EXPERTS = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class VerifyLayout:
     """A layout's name, its configuration and how many devices it takes."""
 
     name: str
@@ -125,14 +125,14 @@ def names_of(config: RunConfig, asked: str = "all") -> list[str]:
     return names
 
 
-def layout_of(config: RunConfig, name: str, devices: int) -> Layout:
+def layout_of(config: RunConfig, name: str, devices: int) -> VerifyLayout:
     """One layout of a shrunk configuration on at most `devices` devices; raises ConfigError where it cannot be."""
     laid = _own(config, devices) if name == FILE else _named(config, name)
     sizes = laid.mesh.sizes
     needed = devices if -1 in sizes.values() else math.prod(sizes.values())
     if needed > devices:
         raise ConfigError(f"layout {name!r} takes {needed} devices, there are {devices}: raise --devices")
-    return Layout(name, laid, needed)
+    return VerifyLayout(name, laid, needed)
 
 
 def _own(config: RunConfig, devices: int) -> RunConfig:

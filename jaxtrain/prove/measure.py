@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.data.packing import Batch
+from jaxtrain.data.packing import HostBatch
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import Param
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.setup import Setup
 from jaxtrain.train.step import Step, compile_step
 
@@ -45,9 +45,9 @@ class Watched(Step):
         self.seen.append(super().gradients(params, batch, scale))
         return self.seen[-1]
 
-    def update(self, state: Tree, batch: Any) -> tuple[Tree, Tree]:
+    def train_step(self, state: Tree, batch: Any) -> tuple[Tree, Tree]:
         """The step's own, with (metrics, (gradients, sums)) in place of the metrics."""
-        new_state, metrics = super().update(state, batch)
+        new_state, metrics = super().train_step(state, batch)
         return new_state, (metrics, self.seen.pop())
 
 
@@ -59,40 +59,40 @@ class Bench:
         watched = Watched(**{part.name: getattr(setup.step, part.name) for part in fields(Step)})
         self._step = compile_step(watched, setup.abstract, setup.abstract_batch)
 
-    def run(self, born: Tree, batches: Sequence[Batch], altered: Batch | None = None) -> Outcome:
+    def run(self, initial: Tree, batches: Sequence[HostBatch], altered: HostBatch | None = None) -> Outcome:
         """Gradients at `born` and updates from it; `altered` is batch 0 with what is masked randomised."""
-        births = [self.gradients(born, batch) for batch in batches]
-        moved = () if altered is None else _moved(self.gradients(born, altered), births[0])
+        births = [self.gradients(initial, batch) for batch in batches]
+        moved = () if altered is None else _moved(self.gradients(initial, altered), births[0])
         metrics, states = [], []
-        state = self._start(born)
+        state = self._start(initial)
         for batch in batches:
             state, (values, _) = self._step(state, self._batch(batch))
             metrics.append(jax.device_get(values))
-            states.append(_on_host(self._setup.to_saved(state)))
+            states.append(_on_host(self._setup.to_checkpoint(state)))
         return Outcome([gradient for gradient, _ in births], [sums for _, sums in births], metrics, states, moved)
 
-    def gradients(self, born: Tree, batch: Batch) -> tuple[Tree, Tree]:
+    def gradients(self, initial: Tree, batch: HostBatch) -> tuple[Tree, Tree]:
         """Unscaled gradients and sums of a state on the host."""
-        _, (_, seen) = self._step(self._start(born), self._batch(batch))
+        _, (_, seen) = self._step(self._start(initial), self._batch(batch))
         gradient, sums = seen
         ordered = {k: jax.tree.map(partial(self._setup.model.from_stack, k), part) for k, part in gradient.items()}
         gradient, sums = _on_host((ordered, sums))
         return jax.tree.map(lambda g: g / self._scale, gradient), sums
 
-    def _batch(self, batch: Batch) -> dict[str, jax.Array]:
-        return place(batch, 0, self._setup.plan, self._setup.batch_sharding)
+    def _batch(self, batch: HostBatch) -> dict[str, jax.Array]:
+        return shard_batch(batch, 0, self._setup.batch_shape, self._setup.batch_sharding)
 
-    def _start(self, born: Tree) -> Tree:
+    def _start(self, initial: Tree) -> Tree:
         """The state on its devices, with this bench's loss scale."""
-        state = {**born, "scaler": {**born["scaler"], "scale": self._scale}}
+        state = {**initial, "scaler": {**initial["scaler"], "scale": self._scale}}
         # Copies: the step donates its state, and a buffer on the CPU may be the array itself.
         placed = jax.tree.map(
-            lambda leaf, like: jax.device_put(np.array(leaf), like.sharding), state, self._setup.saved
+            lambda leaf, like: jax.device_put(np.array(leaf), like.sharding), state, self._setup.checkpoint_layout
         )
-        return self._setup.from_saved(placed)
+        return self._setup.from_checkpoint(placed)
 
 
-def newborn(setup: Setup, seed: int = 0) -> Tree:
+def random_state(setup: Setup, seed: int = 0) -> Tree:
     """A state on the host in which no parameter is 0 or 1 throughout: what multiplies by such hides what it does.
 
     Weights are N(0, init_std**2), scales 1 and everything else 0, give or take N(0, 0.05**2).
@@ -104,7 +104,7 @@ def newborn(setup: Setup, seed: int = 0) -> Tree:
         mean, spread = means.get(path[-1].key, (0.0, std))
         return (mean + spread * rng.standard_normal(param.shape)).astype(np.float32)
 
-    return _on_host(setup.adopt_saved(jax.tree_util.tree_map_with_path(draw, setup.plain.params)))
+    return _on_host(setup.checkpoint_state_from_params(jax.tree_util.tree_map_with_path(draw, setup.canonical.params)))
 
 
 def _on_host(tree: Tree) -> Tree:

@@ -19,14 +19,14 @@ from rich.table import Table
 
 from jaxtrain.config import ConfigError, RunConfig, validate
 from jaxtrain.config.load import apply_overrides
-from jaxtrain.data import IGNORE, Batch
+from jaxtrain.data import IGNORE, HostBatch
 from jaxtrain.hub.family import nested
 from jaxtrain.hub.folder import read_json
 from jaxtrain.hub.load import describe, load
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.rules import use_rules
 from jaxtrain.ops.zigzag import row_order
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.setup import Setup, resolve
 from jaxtrain.train.step import compile_step
 
@@ -103,15 +103,15 @@ def check(directory: Path, overrides: Sequence[str] = (), devices: list[Any] | N
     numbers, arrays = read_json(directory / "reference.json"), _arrays(directory / "reference.npz")
     config = _config(nested(settings), numbers, arrays, overrides)
     setup = resolve(config, _devices(config, devices))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.saved["params"])
-    params = load(directory, family, setup.plain, hub["vocab_size"], shardings)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.checkpoint_layout["params"])
+    params = load(directory, family, setup.canonical, hub["vocab_size"], shardings)
     later = MIXTURE if config.model.moe.experts else 0.0
-    state = setup.adopt_state(params)
+    state = setup.state_from_params(params)
     logits = _logits(setup, state["params"], batch_of(arrays["input_ids"], arrays["labels"]), arrays["logits"])
     step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
 
     def update(state: Any, inputs: np.ndarray, labels: np.ndarray) -> tuple[Any, float, float]:
-        batch = place(batch_of(inputs, labels), 0, setup.plan, setup.batch_sharding)
+        batch = shard_batch(batch_of(inputs, labels), 0, setup.batch_shape, setup.batch_sharding)
         state, metrics = step(state, batch)
         return state, float(metrics["loss"]), float(metrics["grad_norm"])
 
@@ -136,7 +136,7 @@ def check(directory: Path, overrides: Sequence[str] = (), devices: list[Any] | N
     )
 
 
-def batch_of(inputs_BL: np.ndarray, labels_BL: np.ndarray) -> Batch:
+def batch_of(inputs_BL: np.ndarray, labels_BL: np.ndarray) -> HostBatch:
     """The hub's rows, one document each, as a batch: labels are those of the next token here."""
     targets_BL = np.full_like(labels_BL, IGNORE)
     targets_BL[:, :-1] = np.where(labels_BL[:, 1:] == UNSCORED, IGNORE, labels_BL[:, 1:])
@@ -157,8 +157,8 @@ def _config(
         "model": model,
         "mesh": {"data": 1},
         "rules": {"replicated_limit": 10**9},
-        "data": {"length": length, "tokenizer": {"vocab_size": 1}},
-        "train": {"updates": updates, "global_batch": rows, **({} if cut else {"microbatch": ROWS})},
+        "data": {"seq_len": length, "tokenizer": {"vocab_size": 1}},
+        "train": {"steps": updates, "global_batch": rows, **({} if cut else {"microbatch": ROWS})},
         "optimizer": {
             "name": "adamw", "learning_rate": train["lr"], "schedule": "constant", "beta1": train["betas"][0],
             "beta2": train["betas"][1], "eps": train["eps"], "weight_decay": train["weight_decay"],
@@ -177,20 +177,20 @@ def _devices(config: RunConfig, devices: list[Any] | None) -> list[Any]:
 
 def _trained(setup: Setup) -> int:
     """Parameters as transformers counts them: a router's correction is none."""
-    flat = flatten_paths(setup.plain.params)
+    flat = flatten_paths(setup.canonical.params)
     return sum(param.size for path, param in flat.items() if not path.endswith("router/correction"))
 
 
-def _logits(setup: Setup, params: Any, rows: Batch, want_BLV: np.ndarray) -> ReferenceRow:
+def _logits(setup: Setup, params: Any, rows: HostBatch, want_BLV: np.ndarray) -> ReferenceRow:
     def microbatch(batch: Any) -> jax.Array:
         with use_rules(setup.rules, setup.mesh):
             return setup.model.logits(params, batch["tokens"], batch["positions"], batch["segments"])
 
-    placed = place(rows, 0, setup.plan, setup.batch_sharding)
+    placed = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
     got_ABLV = np.asarray(jax.jit(lambda batch: jax.lax.map(microbatch, batch))(placed))
-    if setup.plan.row_devices > 1:
+    if setup.batch_shape.row_devices > 1:
         # Rows lie as the devices that share them hold them, padded at the end.
-        got_ABLV = got_ABLV[:, :, np.argsort(row_order(got_ABLV.shape[2], setup.plan.row_devices))]
+        got_ABLV = got_ABLV[:, :, np.argsort(row_order(got_ABLV.shape[2], setup.batch_shape.row_devices))]
     # Row g of the batch is row g // A of microbatch g mod A.
     got_BLV = got_ABLV[:, :, : want_BLV.shape[1]].swapaxes(0, 1).reshape(want_BLV.shape)
     difference = np.abs(got_BLV - want_BLV)

@@ -15,12 +15,12 @@ from rich.text import Text
 from jaxtrain.config import to_tree
 from jaxtrain.prove.compare import Check
 from jaxtrain.prove.shrink import RULE
-from jaxtrain.prove.verify import Report, Result
+from jaxtrain.prove.verify import Result, VerifyReport
 
 STYLES = {"passed": "green", "failed": "bold red", "refused": "yellow"}
 
 
-def show_report(report: Report, console: Console) -> None:
+def show_report(report: VerifyReport, console: Console) -> None:
     """Print the shrinking rule, the table of layouts and the count."""
     model = report.config.model
     console.print("The configuration is made small, same structure:", style="bold")
@@ -42,12 +42,12 @@ def show_report(report: Report, console: Console) -> None:
     console.print(", ".join(f"{count} {status}" for status, count in report.counts.items()), highlight=False)
 
 
-def failures(report: Report) -> list[str]:
+def failures(report: VerifyReport) -> list[str]:
     """One line a fault, with the guilty leaf or the reason."""
     return [f"{result.name}: {_fault(result.guilty) if result.guilty else result.reason}" for result in report.faults]
 
 
-def to_json(report: Report) -> dict[str, Any]:
+def to_json(report: VerifyReport) -> dict[str, Any]:
     """One tree: verdict, counts, devices, the shrunk model, and `layouts`, a list in the table's order."""
     return {
         "passed": report.passed, "counts": report.counts, "devices": report.devices, "rule": list(RULE),
@@ -69,11 +69,11 @@ def progress(console: Console, shown: bool) -> Iterator[Callable[[int, int, Resu
     with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
         task = bar.add_task("reference", total=None)
 
-        def told(done: int, of: int, result: Result | None) -> None:
+        def on_progress(done: int, of: int, result: Result | None) -> None:
             latest = "reference" if result is None else f"{result.status}: {result.name}"
             bar.update(task, completed=done, total=of, description=latest.replace("[", r"\["))
 
-        yield told
+        yield on_progress
 
 
 def _fault(check: Check) -> str:

@@ -29,7 +29,7 @@ RULE = (
 """What `shrink` does, a sentence a line."""
 
 OPTIMIZER = {
-    "learning_rate": 3e-3, "schedule": "cosine", "unit": "updates", "warmup": 2, "decay": 0, "total": None,
+    "learning_rate": 3e-3, "schedule": "cosine", "unit": "steps", "warmup": 2, "decay": 0, "total": None,
     "final_ratio": 0.1, "eps": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0,
 }  # fmt: skip
 
@@ -43,10 +43,10 @@ def shrink(config: RunConfig) -> RunConfig:
         "remat": {**tree["remat"], "every": min(config.remat.every, 2)},
         "pipeline": {**tree["pipeline"], "microbatches": None, "stages": "auto"},
         "rules": {**tree["rules"], "replicated_limit": 10**9},
-        "model": _model(config.model, config.data.length),
-        "data": {"length": LENGTH, "tokenizer": {"vocab_size": VOCAB}},
+        "model": _model(config.model, config.data.seq_len),
+        "data": {"seq_len": LENGTH, "tokenizer": {"vocab_size": VOCAB}},
         "train": {
-            "updates": 10, "global_batch": ROWS, "accumulation": 1 + accumulates, "z_loss": 1e-2, "sample_prompt": "",
+            "steps": 10, "global_batch": ROWS, "accumulation": 1 + accumulates, "z_loss": 1e-2, "sample_prompt": "",
         },
         "optimizer": {**tree["optimizer"], **OPTIMIZER},
         "eval": {"every": None},
@@ -62,10 +62,10 @@ def _model(model: ModelConfig, length: int) -> dict[str, Any]:
     return {
         **model.model_dump(),
         "vocab_size": VOCAB, "d_model": WIDTH, "n_layers": _layers(model), "n_heads": groups * kv_heads,
-        "n_kv_heads": kv_heads, "head_dim": head, "d_ff": 96, "max_length": LENGTH,
+        "n_kv_heads": kv_heads, "head_dim": head, "d_ff": 96, "max_seq_len": LENGTH,
         "init_std": WIDTH**-0.5,
         "windows": [w and max(2, min(LENGTH // 2, round(LENGTH * w / length))) for w in model.windows],
-        "rope": {**model.rope.model_dump(), "original_length": LENGTH // 2},
+        "rope": {**model.rope.model_dump(), "original_seq_len": LENGTH // 2},
         "attention_scale": scale and scale * math.sqrt(model.width_of_head / head),
         "moe": _mixture(model.moe), "mla": _latent(model.mla, model.width_of_head, head), "mtp": min(model.mtp, 2),
     }  # fmt: skip
@@ -83,7 +83,7 @@ def _mixture(moe: MoeConfig) -> dict[str, Any]:
     return {
         **moe.model_dump(),
         "experts": max(_small(moe.experts, 3), groups), "top_k": min(moe.top_k, 2), "groups": groups,
-        "groups_kept": groups if moe.groups_kept == moe.groups else 1, "d_ff": moe.d_ff and 32,
+        "top_groups": groups if moe.top_groups == moe.groups else 1, "d_ff": moe.d_ff and 32,
         "shared": min(moe.shared, 2), "first_dense": min(moe.first_dense, 1), "every": min(moe.every, 2),
         "balance_weight": 2e-2, "z_weight": 1e-2, "capacity": None, "buffer": None,
     }  # fmt: skip

@@ -12,13 +12,13 @@ from typing import Any
 import jax
 
 from jaxtrain.config import ConfigError, RunConfig, replace
-from jaxtrain.data.packing import Batch
-from jaxtrain.ops.plain import plain
-from jaxtrain.prove.adamw import plain_updates
+from jaxtrain.data.packing import HostBatch
+from jaxtrain.ops.reference import use_reference
+from jaxtrain.prove.adamw import reference_steps
+from jaxtrain.prove.batches import StepBatch, hostile_steps, repacked, scrambled
 from jaxtrain.prove.compare import Check, compare, guilty
-from jaxtrain.prove.layouts import Layout, bare, layout_of, names_of
-from jaxtrain.prove.measure import Bench, Outcome, newborn
-from jaxtrain.prove.rows import Update, hostile_updates, repacked, scrambled
+from jaxtrain.prove.layouts import VerifyLayout, bare, layout_of, names_of
+from jaxtrain.prove.measure import Bench, Outcome, random_state
 from jaxtrain.prove.shrink import shrink
 from jaxtrain.train.setup import Setup, resolve
 
@@ -46,7 +46,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """What a verification found."""
 
     config: RunConfig
@@ -76,8 +76,8 @@ def verify(
     config: RunConfig,
     layouts: str = "all",
     devices: list[Any] | None = None,
-    told: Callable[[int, int, Result | None], None] = lambda done, of, result: None,
-) -> Report:
+    on_progress: Callable[[int, int, Result | None], None] = lambda done, of, result: None,
+) -> VerifyReport:
     """Compare a plain computation of the shrunk configuration with its layouts, on `devices` (default: jax').
 
     `layouts`: all, file (the configuration's own), or texts such as 'data=2,tensor=2;tensor=4,rules.preset=[tensor]'.
@@ -86,43 +86,43 @@ def verify(
     """
     small = shrink(config)
     names, found = names_of(small, layouts), jax.devices() if devices is None else devices
-    told(0, len(names) + 1, None)
-    proof = Proof(small, found)
+    on_progress(0, len(names) + 1, None)
+    proof = Verifier(small, found)
     results = [proof.rule()]
     # One layout runs while others compile; two programs at once on the same devices would wait for each other.
     with ThreadPoolExecutor(COMPILERS) as pool:
         for compiled in pool.map(proof.compile, names):
-            told(len(results), len(names) + 1, results[-1])
+            on_progress(len(results), len(names) + 1, results[-1])
             results.append(proof.run(compiled))
-    told(len(results), len(names) + 1, results[-1])
-    return Report(small, len(found), tuple(results), layouts)
+    on_progress(len(results), len(names) + 1, results[-1])
+    return VerifyReport(small, len(found), tuple(results), layouts)
 
 
 @dataclass(frozen=True)
 class Compiled:
     """A layout that is ready to run, and the seconds that took."""
 
-    layout: Layout
+    layout: VerifyLayout
     setup: Setup
     bench: Bench
     seconds: float
 
 
-class Proof:
+class Verifier:
     """The reference of a shrunk configuration, and layouts compared with it."""
 
     def __init__(self, config: RunConfig, devices: list[Any]) -> None:
         self._config, self._devices = config, devices
         self._options = FAST_CPU if devices[0].platform == "cpu" else {}
         train, data, moe = config.train, config.data, config.model.moe
-        self._updates = hostile_updates(train.global_batch, data.length, config.model.vocab_size)
+        self._updates = hostile_steps(train.global_batch, data.seq_len, config.model.vocab_size)
         # A balance of each row is a matter of what lies in it: then the reference has the rows of the layout.
         self._by_row = bool(moe.experts) and moe.balance == "sequence"
         rows = max(len(update.spans) for update in self._updates) * 2
         plainly = replace(bare(config), "mesh.data=1", f"train.global_batch={rows}")
         self._reference = resolve(self._fast(plainly), devices[:1])
-        self._born = newborn(self._reference)
-        with plain():
+        self._initial = random_state(self._reference)
+        with use_reference():
             self._bench = Bench(self._reference, 1.0)
         self._outcome = cache(self._measure)
 
@@ -133,7 +133,7 @@ class Proof:
         if optimizer != "adamw":
             return Result(RULE, "refused", 0.0, reason=f"optimizer.name is {optimizer}: the rule in NumPy is adamw")
         batches = [self._plain(update) for update in self._updates]
-        want = plain_updates(self._reference, self._bench, self._born, batches)
+        want = reference_steps(self._reference, self._bench, self._initial, batches)
         return self._verdict(RULE, start, self._outcome(tuple(self._updates)), want)
 
     def compile(self, name: str) -> Compiled | Result:
@@ -153,32 +153,32 @@ class Proof:
         name, start = compiled.layout.name, time.monotonic() - compiled.seconds
         try:
             updates = self._laid(compiled.layout)
-            got = compiled.bench.run(self._born, *self._batches(compiled.setup.plan.global_batch, updates))
+            got = compiled.bench.run(self._initial, *self._batches(compiled.setup.batch_shape.global_batch, updates))
         except Exception as error:
             return _broken(name, start, error)
         return self._verdict(name, start, got, self._outcome(updates))
 
-    def _laid(self, laid: Layout) -> tuple[Update, ...]:
+    def _laid(self, laid: VerifyLayout) -> tuple[StepBatch, ...]:
         data = laid.config.data
         if "data.packing" not in laid.name:
             return tuple(self._updates)
-        return tuple(repacked(update, data.packing, data.length) for update in self._updates)
+        return tuple(repacked(update, data.packing, data.seq_len) for update in self._updates)
 
-    def _batches(self, rows: int, updates: tuple[Update, ...]) -> tuple[list[Batch], Batch]:
-        length, model = self._config.data.length, self._config.model
+    def _batches(self, rows: int, updates: tuple[StepBatch, ...]) -> tuple[list[HostBatch], HostBatch]:
+        length, model = self._config.data.seq_len, self._config.model
         batches = [update.packed(rows, length) for update in updates]
         # In a mixture an unscored token still counts in the balance, and a further token is scored by its own label.
         return batches, scrambled(batches[0], model.vocab_size, length, tails=not (model.moe.experts or model.mtp))
 
-    def _plain(self, update: Update) -> Batch:
-        rows, length = self._reference.plan.global_batch, self._config.data.length
+    def _plain(self, update: StepBatch) -> HostBatch:
+        rows, length = self._reference.batch_shape.global_batch, self._config.data.seq_len
         return update.packed(rows, length) if self._by_row else update.alone(rows, length)
 
-    def _measure(self, updates: tuple[Update, ...]) -> Outcome:
-        return self._bench.run(self._born, [self._plain(update) for update in updates])
+    def _measure(self, updates: tuple[StepBatch, ...]) -> Outcome:
+        return self._bench.run(self._initial, [self._plain(update) for update in updates])
 
     def _verdict(self, name: str, start: float, got: Outcome, want: Outcome) -> Result:
-        checks = compare(got, want, self._born)
+        checks = compare(got, want, self._initial)
         gradients = [check for check in checks if check.kind == "gradient"] or checks
         culprit = guilty(checks)
         worst = max(gradients, key=lambda check: check.excess)

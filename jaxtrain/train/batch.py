@@ -24,7 +24,7 @@ from jaxtrain.ops.zigzag import padded_length, row_order
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchShape:
     """How one global batch is cut: rows, replicas, microbatches an update.
 
     `row_devices` share each row, whose stored length `row_multiple` divides too.
@@ -62,9 +62,9 @@ class BatchPlan:
         )
 
 
-def plan_batch(
+def split_batch(
     train: TrainConfig, sizes: dict[Axis, int], batch_axes: tuple[Axis, ...], global_batch: int | None = None
-) -> BatchPlan:
+) -> BatchShape:
     """Fill in microbatch or accumulation; raises ConfigError with the arithmetic when the numbers disagree.
 
     `global_batch` is that of one phase of data.schedule; None is train.global_batch.
@@ -87,45 +87,47 @@ def plan_batch(
             f"{accumulation} = {replicas * accumulation}: use a multiple of {replicas * accumulation}, "
             "another mesh or another train.accumulation"
         )
-    return BatchPlan(total, replicas, accumulation)
+    return BatchShape(total, replicas, accumulation)
 
 
-def batch_sharding(plan: BatchPlan, layout: Layout, mesh: jax.sharding.Mesh) -> NamedSharding:
+def batch_sharding(shape: BatchShape, layout: Layout, mesh: jax.sharding.Mesh) -> NamedSharding:
     """Sharding of a [A, B, L] batch array: microbatches whole, rows over the batch axes, deferred ones outermost."""
     outer = layout.deferred_axes
     rows = (*outer, *(axis for axis in layout.batch_axes if axis not in outer))
-    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, rows or None, layout.length_axes or None))
+    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, rows or None, layout.sequence_axes or None))
 
 
-def owned_rows(plan: BatchPlan, sharding: NamedSharding, length: int) -> tuple[int, int]:
+def owned_rows(shape: BatchShape, sharding: NamedSharding, length: int) -> tuple[int, int]:
     """The run [lo, hi) of the global batch's rows that this process' devices hold."""
-    shape = (plan.accumulation, plan.rows, plan.stored(length))
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    blocks = [index[1].indices(plan.rows) for index in indices if index is not None]
-    return min(b[0] for b in blocks) * plan.accumulation, max(b[1] for b in blocks) * plan.accumulation
+    dims = (shape.accumulation, shape.rows, shape.stored(length))
+    indices = sharding.addressable_devices_indices_map(dims).values()
+    blocks = [index[1].indices(shape.rows) for index in indices if index is not None]
+    return min(b[0] for b in blocks) * shape.accumulation, max(b[1] for b in blocks) * shape.accumulation
 
 
-def place(rows: dict[str, np.ndarray], first: int, plan: BatchPlan, sharding: NamedSharding) -> dict[str, jax.Array]:
+def shard_batch(
+    rows: dict[str, np.ndarray], first: int, shape: BatchShape, sharding: NamedSharding
+) -> dict[str, jax.Array]:
     """Host rows [n, L] that start at global row `first` -> global arrays [A, B, stored L]."""
 
     def array(name: str) -> jax.Array:
-        field = _stored(rows[name], plan, IGNORE if name == "labels" else 0)
+        field = _stored(rows[name], shape, IGNORE if name == "labels" else 0)
 
         def block(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            lo, hi, _ = index[1].indices(plan.rows)
-            run = field[lo * plan.accumulation - first : hi * plan.accumulation - first]
-            return run[:, index[2]].reshape(hi - lo, plan.accumulation, -1).swapaxes(0, 1)
+            lo, hi, _ = index[1].indices(shape.rows)
+            run = field[lo * shape.accumulation - first : hi * shape.accumulation - first]
+            return run[:, index[2]].reshape(hi - lo, shape.accumulation, -1).swapaxes(0, 1)
 
-        return jax.make_array_from_callback((plan.accumulation, plan.rows, field.shape[1]), sharding, block)
+        return jax.make_array_from_callback((shape.accumulation, shape.rows, field.shape[1]), sharding, block)
 
     return {name: array(name) for name in FIELDS}
 
 
-def _stored(field: np.ndarray, plan: BatchPlan, padding: int) -> np.ndarray:
+def _stored(field: np.ndarray, shape: BatchShape, padding: int) -> np.ndarray:
     """Rows [n, L] as devices hold them: padded at the end, in zig-zag order."""
-    if plan.row_devices == 1:
+    if shape.row_devices == 1:
         return field
-    length = plan.stored(field.shape[1])
+    length = shape.stored(field.shape[1])
     padded = np.pad(field, ((0, 0), (0, length - field.shape[1])), constant_values=padding)
-    return padded[:, row_order(length, plan.row_devices)]
+    return padded[:, row_order(length, shape.row_devices)]

@@ -126,5 +126,5 @@ def border(model: ModelConfig, crossing_PP: np.ndarray) -> Border | None:
         return (domains - 1) * (1 - none)
 
     once = others(moe.experts, moe.experts)
-    limited = once if moe.groups == moe.groups_kept or moe.groups % domains else others(moe.groups, moe.groups_kept)
+    limited = once if moe.groups == moe.top_groups or moe.groups % domains else others(moe.groups, moe.top_groups)
     return Border(moe.top_k * (1 - inside), once, limited)

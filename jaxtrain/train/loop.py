@@ -29,7 +29,7 @@ from jaxtrain.observe.experts import draw_experts
 from jaxtrain.observe.log import Log
 from jaxtrain.observe.meter import Meter
 from jaxtrain.observe.report import draw_curve, summary
-from jaxtrain.train.batch import owned_rows, place
+from jaxtrain.train.batch import owned_rows, shard_batch
 from jaxtrain.train.experts import traffic_metrics
 from jaxtrain.train.run_dir import check_same_run, checkpoint_meta, read_summary, write_run
 from jaxtrain.train.setup import Setup, describe_sharding, resolve
@@ -62,11 +62,11 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
     ):
         runner = _Runner(setup, corpus, shards, batches, checkpoints, log, directory, started)
         reasons = (f"record skipped: {reason}" for reason in corpus.reasons)
-        for line in (*opening(setup, corpus), *changes, *reasons):
-            log.say(line)
+        for line in (*startup_report(setup, corpus), *changes, *reasons):
+            log.info(line)
         runner.restore()
-        if runner.done >= config.train.updates and (finished := read_summary(directory)):
-            log.say(f"this run has its {runner.done} updates: nothing left to train (train.updates goes on from there)")
+        if runner.done >= config.train.steps and (finished := read_summary(directory)):
+            log.info(f"this run has its {runner.done} updates: nothing left to train (train.steps goes on from there)")
             return finished
         runner.compile()
         runner.run()
@@ -78,7 +78,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
     return result
 
 
-def opening(setup: Setup, corpus: Corpus) -> list[str]:
+def startup_report(setup: Setup, corpus: Corpus) -> list[str]:
     """Lines that say what is about to run: model, mesh, batch, notes of the layout, corpus."""
     sizes = {axis: size for axis, size in setup.topology.sizes.items() if size > 1}
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "one device"
@@ -90,13 +90,13 @@ def opening(setup: Setup, corpus: Corpus) -> list[str]:
         *(
             f"batch{f' from update {phase.start + 1} on' if phase.start else ''}: {plan.global_batch} rows = "
             f"{plan.microbatch} a microbatch x {plan.replicas} replicas x {plan.accumulation} microbatches, "
-            f"{phase.length} tokens each"
-            for phase, plan in zip(setup.phases, setup.plans, strict=True)
+            f"{phase.seq_len} tokens each"
+            for phase, plan in zip(setup.phases, setup.batch_shapes, strict=True)
         ),
         *dict.fromkeys(
-            f"rows lie over {show_axes(setup.layout.length_axes)} in zig-zag order, attention.context "
-            f"{setup.config.attention.context}: {plan.show_stored(phase.length)}"
-            for phase, plan in zip(setup.phases, setup.plans, strict=True)
+            f"rows lie over {show_axes(setup.layout.sequence_axes)} in zig-zag order, attention.context_parallel "
+            f"{setup.config.attention.context_parallel}: {plan.show_stored(phase.seq_len)}"
+            for phase, plan in zip(setup.phases, setup.batch_shapes, strict=True)
             if plan.row_devices > 1
         ),
         *(
@@ -106,7 +106,7 @@ def opening(setup: Setup, corpus: Corpus) -> list[str]:
         *(
             f"balancing loss over the global batch: each update of {plan.accumulation} microbatches counts the load of "
             "experts in a forward pass of its own before the first one"
-            for plan in dict.fromkeys(setup.plans)
+            for plan in dict.fromkeys(setup.batch_shapes)
             if setup.step.counts_first(plan.accumulation)
         ),
         f"corpus: {numbers}",
@@ -133,7 +133,7 @@ class _Runner:
         self.config, self.directory, self.started = setup.config, directory, started
         first = setup.phases[0]
         # The same shards in every phase: a process holds the same share of every global batch.
-        lo, hi = owned_rows(setup.plans[0], setup.batch_sharding, first.length)
+        lo, hi = owned_rows(setup.batch_shapes[0], setup.batch_sharding, first.seq_len)
         self.owned = shards_of_rows(lo, hi, first.global_batch, shards)
         self.stream = open_stream(corpus.train, self.config, self.owned)
         self.phase = -1
@@ -151,29 +151,29 @@ class _Runner:
 
     def restore(self) -> None:
         """Take up the newest whole checkpoint, or give birth to the state."""
-        found = self.checkpoints.restore(self.setup.saved)
+        found = self.checkpoints.restore(self.setup.checkpoint_layout)
         if found is None:
-            self.state = self.setup.create_state()
+            self.state = self.setup.init_state()
             self.log.resume_at(0)
             return
-        self.done, self.state, data, meta = found._replace(state=self.setup.from_saved(found.state))
+        self.done, self.state, data, meta = found._replace(state=self.setup.from_checkpoint(found.state))
         self._check_meta(meta)
         self.stream.set_state(data)
         self.resumed_from = self.done
         self.tokens = counter_int(jax.device_get(self.state["tokens"]))
         self.skipped = meta["skipped"]
         self.log.resume_at(self.done)
-        self.log.say(f"resumed at update {self.done} of {self.config.train.updates}, {self.tokens:,} tokens trained")
+        self.log.info(f"resumed at update {self.done} of {self.config.train.steps}, {self.tokens:,} tokens trained")
 
     def compile(self) -> None:
         """Compile the update of the phase that begins, once; every process waits for the slowest compiler."""
         begin = time.perf_counter()
         self.phase, self.compiled_at = phase_at(self.setup.phases, self.done), self.done
-        self.update = compile_step(self.setup.step, self.setup.abstract, self.setup.phase_batch(self.phase))
+        self.train_step = compile_step(self.setup.step, self.setup.abstract, self.setup.phase_batch(self.phase))
         self.compile_s += time.perf_counter() - begin
         self.meters[self.phase] = Meter(
             self.config.model,
-            self.setup.phases[self.phase].length,
+            self.setup.phases[self.phase].seq_len,
             jax.devices()[0].device_kind,
             self.setup.topology.devices.size,
             self.config.precision.compute,
@@ -183,7 +183,7 @@ class _Runner:
 
     def run(self) -> None:
         """All updates that are left, with evaluation and checkpoints at their borders."""
-        total, every, save = self.config.train.updates, self.config.eval.every, self.config.checkpoint.every
+        total, every, save = self.config.train.steps, self.config.eval.every, self.config.checkpoint.every
         if self.done == 0 and every:
             self._evaluate(0)
         self.mark = time.perf_counter()
@@ -195,7 +195,7 @@ class _Runner:
                     self.compile()
                     self.mark = time.perf_counter()
                 batch, wait = self._next_batch()
-                self.state, metrics = self.update(self.state, batch)
+                self.state, metrics = self.train_step(self.state, batch)
                 self.done += 1
                 self._settle()
                 self.pending = (self.done, metrics, wait)
@@ -212,7 +212,7 @@ class _Runner:
         rows = self.log.rows()
         losses = [row["loss"] for row in rows if row.get("loss") is not None]
         shares = self._shares()
-        self.log.say("read: " + ", ".join(
+        self.log.info("read: " + ", ".join(
             f"{each['source']} {each['tokens']:,} tokens, {each['share']:.1%}, {each['epochs']:.3g} epochs"
             for each in shares
         ))  # fmt: skip
@@ -257,9 +257,9 @@ class _Runner:
         begin = time.perf_counter()
         rows = next(self.stream)
         wait = time.perf_counter() - begin
-        plan = self.setup.plans[self.phase]
+        plan = self.setup.batch_shapes[self.phase]
         first_row = self.owned.start * plan.global_batch // self.stream.virtual_shards
-        return place(rows, first_row, plan, self.setup.batch_sharding), wait
+        return shard_batch(rows, first_row, plan, self.setup.batch_sharding), wait
 
     def _settle(self, evaluate: bool = False) -> None:
         """Wait for the update in flight and log it; metrics lag one update so that the device never waits for them."""
@@ -278,17 +278,17 @@ class _Runner:
         row["records_skipped"] = self.corpus.skipped
         row |= self._experts(step, row.pop("expert_traffic", None), values.get("overflowed", 0))
         meter = self.meters[self.phase]
-        row |= meter.update(values["scored_tokens"], elapsed, wait, compiled=step == self.compiled_at + 1)
+        row |= meter.record(values["scored_tokens"], elapsed, wait, compiled=step == self.compiled_at + 1)
         if step == 1 and 0 in self.evaluations:
             row["eval_loss_before"] = self.evaluations[0]
         if evaluate:
             row["eval_loss"] = self._evaluate(step)
             self.mark = time.perf_counter()
-        self.log.update(row)
+        self.log.record(row)
         self.advance(row)
         if not applied:
             why = "no token was scored" if values["scored_tokens"] == 0 else "a gradient was not finite"
-            self.log.say(f"update {step} skipped: {why} (loss scale {values['loss_scale']:g}, {in_a_row} in a row)")
+            self.log.info(f"update {step} skipped: {why} (loss scale {values['loss_scale']:g}, {in_a_row} in a row)")
         if in_a_row >= self.config.precision.max_skipped:
             raise ConfigError(
                 f"{in_a_row} updates in a row had non-finite gradients (precision.max_skipped "
@@ -301,7 +301,7 @@ class _Runner:
         if traffic_PP is None:
             return {}
         if overflowed:
-            self.log.say(
+            self.log.info(
                 f"update {step}: {overflowed:,} choices of experts did not fit the receive buffer and count as zero "
                 f"(model.moe.buffer {self.config.model.moe.buffer}): raise it, or null for the worst case"
             )
@@ -310,13 +310,15 @@ class _Runner:
     def _evaluate(self, step: int) -> float:
         loss, scored = mean_loss(self.evaluate, self.state["params"], self.held_out)
         self.evaluations[step] = loss
-        self.log.say(f"held-out loss after update {step}: {loss:.4f} over {scored:,} tokens")
+        self.log.info(f"held-out loss after update {step}: {loss:.4f} over {scored:,} tokens")
         return loss
 
     def _save(self) -> None:
-        sizes, updates = self.setup.topology.sizes, int(self.state["updates"])
+        sizes, updates = self.setup.topology.sizes, int(self.state["steps"])
         meta = checkpoint_meta(self.config, sizes, self.corpus, self.done, updates, self.tokens, self.skipped)
-        self.checkpoints.save(self.done, self.setup.to_saved(self.state), gather_json(self.stream.get_state()), meta)
+        self.checkpoints.save(
+            self.done, self.setup.to_checkpoint(self.state), gather_json(self.stream.get_state()), meta
+        )
 
     def _check_meta(self, meta: dict[str, Any]) -> None:
         for key, value in (("corpus", self.corpus.fingerprint), ("tokenizer", self.corpus.tokenizer_fingerprint)):
@@ -324,7 +326,7 @@ class _Runner:
                 continue
             changed = f"the {key} changed since this run began ({meta[key][:12]} -> {value[:12]})"
             if key == "corpus" and self.config.data.allow_changed:
-                self.log.say(f"{changed}: data.allow_changed, the run goes on at the same place of another order")
+                self.log.info(f"{changed}: data.allow_changed, the run goes on at the same place of another order")
                 continue
             mend = (
                 "restore data.sources, start another --run, or set data.allow_changed"

@@ -19,12 +19,12 @@ from jax.sharding import Mesh
 
 from jaxtrain.config import ConfigError, nearest
 
-Value = bool | int | float | str
+OptionValue = bool | int | float | str
 # Read by jax itself, not by name from the compiler's list.
 LEVELS = {"optimization_level": ["O0", "O1", "O2", "O3"], "memory_fitting_level": ["O0", "O1", "O2", "O3"]}
 
 
-def compiler_options(options: Mapping[str, Value], mesh: Mesh) -> dict[str, Value]:
+def compiler_options(options: Mapping[str, OptionValue], mesh: Mesh) -> dict[str, OptionValue]:
     """The options of a run with what its devices need.
 
     Several CPU devices of one process share threads: collectives that do not wait for one another must run in one
@@ -34,13 +34,13 @@ def compiler_options(options: Mapping[str, Value], mesh: Mesh) -> dict[str, Valu
     return {**({"xla_cpu_enable_concurrency_optimized_scheduler": False} if several else {}), **options}
 
 
-def check_options(options: Mapping[str, Value]) -> None:
+def check_options(options: Mapping[str, OptionValue]) -> None:
     """Raise ConfigError for an option that this version's compiler does not know, or of the wrong type."""
     _check(tuple(sorted(options.items())))
 
 
 @lru_cache
-def _check(options: tuple[tuple[str, Value], ...]) -> None:
+def _check(options: tuple[tuple[str, OptionValue], ...]) -> None:
     for name, value in options:
         if name in LEVELS and value not in LEVELS[name]:
             raise ConfigError(f"xla.{name} is {value!r}: use {', '.join(LEVELS[name])}")
@@ -51,7 +51,7 @@ def _check(options: tuple[tuple[str, Value], ...]) -> None:
             raise ConfigError(_explain(name, value, str(error))) from None
 
 
-def _explain(name: str, value: Value, error: str) -> str:
+def _explain(name: str, value: OptionValue, error: str) -> str:
     if "No such compile option" in error:
         known = option_names()
         near = nearest(name, known) or nearest(f"xla_{name}", known) or nearest(f"xla_gpu_{name}", known)

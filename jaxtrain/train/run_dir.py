@@ -15,7 +15,7 @@ from jaxtrain.observe.files import write_atomic
 
 # Settings that a resumed run may change: where and how it computes, what it shows, how long it goes on; and how
 # positions turn, which is stretched before longer rows come.
-FREE = ("mesh.", "cluster.", "rules.", "remat.", "pipeline.", "observe.", "checkpoint.", "eval.", "train.updates",
+FREE = ("mesh.", "cluster.", "rules.", "remat.", "pipeline.", "observe.", "checkpoint.", "eval.", "train.steps",
         "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "data.allow_changed",
         "precision.max_skipped", "attention.", "model.rope.")  # fmt: skip
 # ... and what it may change besides when it is told to go on with another corpus.

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import ConfigError, RunConfig, TrainConfig
 from jaxtrain.data import FIELDS, Phase, phases_of
-from jaxtrain.mesh.layout import Layout, bytes_per_device, extend_spec, flatten_paths, plan_layout
+from jaxtrain.mesh.layout import Layout, build_layout, bytes_per_device, extend_spec, flatten_paths
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import Rules, resolve_rules, show_axes
 from jaxtrain.mesh.topology import Topology, build_topology
@@ -23,21 +23,21 @@ from jaxtrain.numerics.precision import Precision
 from jaxtrain.numerics.remat import check_remat
 from jaxtrain.ops.attention import Choice, choose_for
 from jaxtrain.optim import build_optimizer, schedule_end
-from jaxtrain.pipeline.schedule import make_schedule, plan_shape
-from jaxtrain.pipeline.split import loops_of, plan_split
+from jaxtrain.pipeline.schedule import make_schedule, schedule_shape
+from jaxtrain.pipeline.split import loops_of, split_stages
 from jaxtrain.pipeline.staged import StagedModel, stage_model
 from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Schedule
-from jaxtrain.train.batch import BatchPlan, batch_sharding, plan_batch
+from jaxtrain.train.batch import BatchShape, batch_sharding, split_batch
 from jaxtrain.train.experts import check_experts, crossing_pairs
 from jaxtrain.train.options import check_options
 from jaxtrain.train.state import (
-    State,
+    TrainState,
     abstract_state,
-    adopt_state,
-    create_state,
+    init_state,
     stacked_leaves,
     state_bytes_per_device,
+    state_from_params,
 )
 from jaxtrain.train.step import Batch, Step
 
@@ -46,7 +46,7 @@ from jaxtrain.train.step import Batch, Step
 class Setup:
     """Mesh, rules, layout, batch plans and step of one configuration.
 
-    `plan` and `abstract_batch` have the shape of train.global_batch and data.length; `phases` are those of the run,
+    `plan` and `abstract_batch` have the shape of train.global_batch and data.seq_len; `phases` are those of the run,
     one without data.schedule, and `plans` how the batches of each are cut.
     """
 
@@ -56,15 +56,15 @@ class Setup:
     model: Model
     rules: Rules
     layout: Layout
-    plan: BatchPlan
+    batch_shape: BatchShape
     phases: tuple[Phase, ...]
-    plans: tuple[BatchPlan, ...]
+    batch_shapes: tuple[BatchShape, ...]
     attention: dict[int, Choice]
     """Row length -> how its attention is computed, and why."""
     step: Step
 
     @cached_property
-    def abstract(self) -> State:
+    def abstract(self) -> TrainState:
         """The train state's shapes and shardings."""
         return abstract_state(self.model, self.step.optimizer, self.config.precision, self.layout, self.mesh)
 
@@ -79,26 +79,26 @@ class Setup:
         return crossing_pairs(self.topology, self.rules)
 
     @cached_property
-    def saved(self) -> State:
+    def checkpoint_layout(self) -> TrainState:
         """The state as checkpoints hold it, layers in the model's order: shapes and shardings."""
-        return jax.tree.map(self._saved_leaf, self.abstract, self._reordered)
+        return jax.tree.map(self._checkpoint_leaf, self.abstract, self._reordered)
 
-    def to_saved(self, state: State) -> State:
+    def to_checkpoint(self, state: TrainState) -> TrainState:
         """A state as checkpoints hold it, bit for bit; the state itself where its layers lie in the model's order."""
-        return self._reorder(state, "from_stack", self.saved)
+        return self._reorder(state, "from_stack", self.checkpoint_layout)
 
-    def from_saved(self, saved: State) -> State:
+    def from_checkpoint(self, checkpoint_layout: TrainState) -> TrainState:
         """The inverse of `to_saved`."""
-        return self._reorder(saved, "to_stack", self.abstract)
+        return self._reorder(checkpoint_layout, "to_stack", self.abstract)
 
     @cached_property
-    def _reordered(self) -> State:
+    def _reordered(self) -> TrainState:
         """Tree of str over the state: the stack whose rows a leaf has in stage order, "" for none."""
         if not isinstance(self.model, StagedModel) or self.model.stages.identity:
             return jax.tree.map(lambda _: "", self.abstract)
         return stacked_leaves(self.model.params, self.step.optimizer, self.abstract, self.model.stages.rows)
 
-    def _saved_leaf(self, leaf: jax.ShapeDtypeStruct, stack: str) -> jax.ShapeDtypeStruct:
+    def _checkpoint_leaf(self, leaf: jax.ShapeDtypeStruct, stack: str) -> jax.ShapeDtypeStruct:
         if not stack:
             return leaf
         spec = leaf.sharding.spec  # type: ignore[union-attr]
@@ -110,13 +110,13 @@ class Setup:
             spec = extend_spec(Param(shape, names), bare, ("pipe",), self.topology.sizes) or bare
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self.mesh, spec))
 
-    def _reorder(self, state: State, way: str, target: State) -> State:
+    def _reorder(self, state: TrainState, way: str, target: TrainState) -> TrainState:
         if not any(jax.tree.leaves(self._reordered)):
             return state
         function = getattr(self.model, way)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
 
-        def reorder(state: State) -> State:
+        def reorder(state: TrainState) -> TrainState:
             return jax.tree.map(lambda leaf, stack: function(stack, leaf) if stack else leaf, state, self._reordered)
 
         return jax.jit(reorder, out_shardings=shardings)(state)
@@ -124,40 +124,38 @@ class Setup:
     @cached_property
     def batch_sharding(self) -> NamedSharding:
         """Sharding of a batch field [A, B, L]."""
-        return batch_sharding(self.plan, self.layout, self.mesh)
+        return batch_sharding(self.batch_shape, self.layout, self.mesh)
 
     @cached_property
     def abstract_batch(self) -> Batch:
         """Shapes of one global batch."""
-        return self._batch_of(self.plan, self.config.data.length)
+        return self._batch_of(self.batch_shape, self.config.data.seq_len)
 
     def phase_batch(self, phase: int) -> Batch:
         """Shapes of one global batch of a phase."""
-        return self._batch_of(self.plans[phase], self.phases[phase].length)
+        return self._batch_of(self.batch_shapes[phase], self.phases[phase].seq_len)
 
-    def _batch_of(self, plan: BatchPlan, length: int) -> Batch:
+    def _batch_of(self, plan: BatchShape, length: int) -> Batch:
         shape = (plan.accumulation, plan.rows, plan.stored(length))
         field = jax.ShapeDtypeStruct(shape, np.int32, sharding=self.batch_sharding)
         return dict.fromkeys(FIELDS, field)  # type: ignore[arg-type]
 
-    def create_state(self) -> State:
+    def init_state(self) -> TrainState:
         """A newborn state, each leaf in its shards."""
-        return create_state(
-            self.model, self.step.optimizer, self.config.precision, self.abstract, self.config.train.seed
-        )
+        return init_state(self.model, self.step.optimizer, self.config.precision, self.abstract, self.config.train.seed)
 
     @property
-    def plain(self) -> Model:
+    def canonical(self) -> Model:
         """The model with its layers in order, as checkpoints and the hub have it."""
-        return self.model.plain if isinstance(self.model, StagedModel) else self.model
+        return self.model.canonical if isinstance(self.model, StagedModel) else self.model
 
-    def adopt_saved(self, params: Any) -> State:
+    def checkpoint_state_from_params(self, params: Any) -> TrainState:
         """The state before the first update of given weights, as `saved` describes both; they are not copied."""
-        return adopt_state(params, self.step.optimizer, self.config.precision, self.saved)
+        return state_from_params(params, self.step.optimizer, self.config.precision, self.checkpoint_layout)
 
-    def adopt_state(self, params: Any) -> State:
+    def state_from_params(self, params: Any) -> TrainState:
         """`adopt_saved`, ready to be trained."""
-        return self.from_saved(self.adopt_saved(params))
+        return self.from_checkpoint(self.checkpoint_state_from_params(params))
 
 
 def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
@@ -167,45 +165,45 @@ def resolve(config: RunConfig, devices: list[Any] | None = None) -> Setup:
     """
     topology = build_topology(config.mesh, config.cluster, devices)
     mesh = topology.mesh()
-    model = plain = build(config.model)
+    model = canonical = build(config.model)
     if topology.sizes["pipe"] > 1:
-        model = stage_model(plain, plan_stages(config, plain, topology.sizes["pipe"]))
+        model = stage_model(canonical, assign_stages(config, canonical, topology.sizes["pipe"]))
     rules = resolve_rules(config.rules)
-    layout = plan_layout(model.params, rules, topology.sizes, Precision(config.precision).separate_masters)
+    layout = build_layout(model.params, rules, topology.sizes, Precision(config.precision).separate_master_params)
     phases = phases_of(config.data, config.train)
-    row_devices = math.prod(topology.sizes[axis] for axis in layout.length_axes)
-    row_multiple = math.prod(topology.sizes[axis] for axis in rules.axes("residual_length"))
+    row_devices = math.prod(topology.sizes[axis] for axis in layout.sequence_axes)
+    row_multiple = math.prod(topology.sizes[axis] for axis in rules.axes("residual_seq"))
     plan, *plans = (
         replace(
-            plan_batch(train_of(config), topology.sizes, layout.batch_axes, rows),
+            split_batch(train_of(config), topology.sizes, layout.batch_axes, rows),
             row_devices=row_devices, row_multiple=row_multiple,
         )
         for rows in (None, *(phase.global_batch for phase in phases))
     )  # fmt: skip
     if isinstance(model, StagedModel):
         # Phases of data.schedule may have other numbers of microbatches: what cannot run is refused before the first.
-        shapes = [plan_shape(config.pipeline, topology.sizes["pipe"], each.accumulation) for each in (plan, *plans)]
+        shapes = [schedule_shape(config.pipeline, topology.sizes["pipe"], each.accumulation) for each in (plan, *plans)]
         schedules = [make_schedule(config.pipeline.schedule, shape) for shape in shapes]
         notes = pipeline_notes(config, model, layout, schedules[0])
         layout = replace(layout, notes=(*layout.notes, *notes))
-    schedule_end(config.optimizer, config.train.updates)
+    schedule_end(config.optimizer, config.train.steps)
     check_remat(config.remat, config.model)
     check_experts(config.model)
-    if model is plain:
+    if model is canonical:
         check_segments(config.remat, config.model)
     check_options(config.xla)
-    lengths = dict.fromkeys((config.data.length, *(phase.length for phase in phases)))
-    device, split = topology.devices.flat[0], bool(layout.length_axes)
+    lengths = dict.fromkeys((config.data.seq_len, *(phase.seq_len for phase in phases)))
+    device, split = topology.devices.flat[0], bool(layout.sequence_axes)
     attention = {length: choose_for(config, device, length, split) for length in lengths}
-    optimizer = build_optimizer(config.optimizer, plain.params)
+    optimizer = build_optimizer(config.optimizer, canonical.params)
     step = Step(config, model, optimizer, layout, rules, mesh)
     return Setup(config, topology, mesh, model, rules, layout, plan, phases, tuple(plans), attention, step)
 
 
-def plan_stages(config: RunConfig, model: Model, stages: int) -> Stages:
+def assign_stages(config: RunConfig, model: Model, stages: int) -> Stages:
     """Which layers of `model` lie on which of `stages` stages; raises ConfigError where they cannot be cut so."""
-    chunks = plan_shape(config.pipeline, stages, config.pipeline.microbatches or 1).chunks
-    split = plan_split(model, config.pipeline, stages, chunks)
+    chunks = schedule_shape(config.pipeline, stages, config.pipeline.microbatches or 1).chunks
+    split = split_stages(model, config.pipeline, stages, chunks)
     loops_of(split.pattern, config.remat.every)
     return Stages(split.places, split.pattern, model.stacks)
 
@@ -259,9 +257,7 @@ def train_of(config: RunConfig) -> TrainConfig:
 
 def describe_sharding(setup: Setup) -> dict[str, Any]:
     """What `sharding.json` records: mesh, devices and the PartitionSpecs of every parameter."""
-    flat = {
-        part: flatten_paths(getattr(setup.layout, part)) for part in ("weights", "masters", "gradients", "optimizer")
-    }
+    flat = {part: flatten_paths(tree) for part, tree in setup.layout.parts.items()}
     parameters = {
         path: {"shape": param.shape, "names": param.names, **{part: str(flat[part][path]) for part in flat}}
         for path, param in flatten_paths(setup.model.params).items()

@@ -3,7 +3,7 @@
 params     float32 master weights
 opt        the optimizer's state
 scaler     loss scale and skip counters
-updates    applied optimizer updates, int32
+steps      applied optimizer updates, int32
 tokens     scored tokens trained so far, an exact two-word counter
 """
 
@@ -25,34 +25,34 @@ from jaxtrain.nn.model import Model
 from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_zero
 
-State = dict[str, Any]
+TrainState = dict[str, Any]
 
 
 def new_state(
     model: Model, optimizer: optax.GradientTransformation, precision: PrecisionConfig, key: jax.Array
-) -> State:
+) -> TrainState:
     """A state before the first update; traced inside jit so that each leaf is born in its shards."""
     return state_of(model.init(key), optimizer, precision)
 
 
-def state_of(params: Any, optimizer: optax.GradientTransformation, precision: PrecisionConfig) -> State:
+def state_of(params: Any, optimizer: optax.GradientTransformation, precision: PrecisionConfig) -> TrainState:
     """A state before the first update, of given weights."""
     return {
         "params": params,
         "opt": optimizer.init(params),
         "scaler": scaling.init(precision),
-        "updates": jnp.zeros((), jnp.int32),
+        "steps": jnp.zeros((), jnp.int32),
         "tokens": counter_zero(),
     }
 
 
 def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, precision: PrecisionConfig, layout: Layout, mesh: Mesh
-) -> State:
+) -> TrainState:
     """Shapes, dtypes and shardings of the state; no memory is touched."""
     shapes = jax.eval_shape(lambda key: new_state(model, optimizer, precision, key), jax.random.key(0))
     specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
-    specs["params"] = layout.masters
+    specs["params"] = layout.master_params
     specs["opt"] = layout.optimizer_specs(shapes["opt"], model.params)
     return jax.tree.map(
         lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
@@ -61,13 +61,13 @@ def abstract_state(
     )
 
 
-def create_state(
+def init_state(
     model: Model,
     optimizer: optax.GradientTransformation,
     precision: PrecisionConfig,
-    abstract: State,
+    abstract: TrainState,
     seed: int,
-) -> State:
+) -> TrainState:
     """Initialise every leaf directly in its shards; the values do not depend on the sharding."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return jax.jit(lambda key: new_state(model, optimizer, precision, key), out_shardings=shardings)(
@@ -75,13 +75,13 @@ def create_state(
     )
 
 
-def adopt_state(
-    params: Any, optimizer: optax.GradientTransformation, precision: PrecisionConfig, abstract: State
-) -> State:
+def state_from_params(
+    params: Any, optimizer: optax.GradientTransformation, precision: PrecisionConfig, abstract: TrainState
+) -> TrainState:
     """The state before the first update of weights that are in their shards already; they are not copied."""
     shardings = {name: jax.tree.map(lambda leaf: leaf.sharding, part) for name, part in abstract.items()}
 
-    def rest(params: Any) -> State:
+    def rest(params: Any) -> TrainState:
         return {name: part for name, part in state_of(params, optimizer, precision).items() if name != "params"}
 
     del shardings["params"]
@@ -89,8 +89,8 @@ def adopt_state(
 
 
 def stacked_leaves(
-    params: dict[str, Any], optimizer: optax.GradientTransformation, state: State, stacks: Collection[str]
-) -> State:
+    params: dict[str, Any], optimizer: optax.GradientTransformation, state: TrainState, stacks: Collection[str]
+) -> TrainState:
     """Tree of str over a state: of which of `stacks` of the tree of Param a leaf has one row a layer, "" for none."""
 
     def moments(grown: str) -> Any:
@@ -110,7 +110,7 @@ def stacked_leaves(
     return {**none, "params": own, "opt": opt}
 
 
-def state_bytes_per_device(abstract: State) -> dict[str, int]:
+def state_bytes_per_device(abstract: TrainState) -> dict[str, int]:
     """Bytes a device of each part of the state, the exact shard shapes counted."""
 
     def local(leaf: jax.ShapeDtypeStruct) -> int:

@@ -25,9 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import Axis, RunConfig
 from jaxtrain.mesh.layout import Layout
-from jaxtrain.mesh.rules import Rules, alike_along, use_rules
+from jaxtrain.mesh.rules import Rules, replicated_over, use_rules
 from jaxtrain.nn.model import Model
-from jaxtrain.nn.mtp import further_labels
+from jaxtrain.nn.mtp import mtp_labels
 from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_add, counter_float
 from jaxtrain.numerics.precision import Precision
@@ -38,16 +38,16 @@ from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Pipeline
 from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
 from jaxtrain.pipeline.staged import StagedModel
-from jaxtrain.pipeline.table import Shape
+from jaxtrain.pipeline.table import PipelineShape
 from jaxtrain.train.experts import balanced, expert_metrics, needs_loads
 from jaxtrain.train.options import compiler_options
-from jaxtrain.train.state import State
+from jaxtrain.train.state import TrainState
 
 Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]
 Tree = Any
 
-FURTHER = "further"
+MTP = "further"
 """Among the sums of a head: what the blocks that predict further tokens report, each a row a depth."""
 
 
@@ -67,7 +67,7 @@ class Step:
         """Dtypes of this run."""
         return Precision(self.config.precision)
 
-    def update(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer update from a [A, B, L] batch; scalars of the update as metrics.
 
         An update with a non-finite gradient or without any scored token changes nothing but the scaler's counters.
@@ -81,7 +81,7 @@ class Step:
         apply = finite & (scored > 0)
         clip = clip_scale(norm, config.optimizer.clip_norm)
         tokens = counter_add(state["tokens"], jnp.where(apply, scored, 0))
-        rate = learning_rate(config.optimizer, config.train.updates, state["updates"], counter_float(tokens))
+        rate = learning_rate(config.optimizer, config.train.steps, state["steps"], counter_float(tokens))
         shards = partial(self._pin, specs=self.layout.optimizer)
         direction, opt = self.optimizer.update(
             shards(jax.tree.map(lambda g: g * clip, gradients)), state["opt"], shards(params)
@@ -91,10 +91,10 @@ class Step:
             stepped = balanced(stepped, self.model, sums["load"])
         keep = partial(jax.tree.map, lambda new, old: jnp.where(apply, new, old))
         new_state = {
-            "params": self._pin(keep(stepped, params), self.layout.masters),
+            "params": self._pin(keep(stepped, params), self.layout.master_params),
             "opt": keep(opt, state["opt"]),
-            "scaler": scaling.update(config.precision, scaler, finite),
-            "updates": state["updates"] + apply,
+            "scaler": scaling.next_state(config.precision, scaler, finite),
+            "steps": state["steps"] + apply,
             "tokens": tokens,
         }
         metrics: dict[str, jax.Array] = {
@@ -124,7 +124,7 @@ class Step:
         totals = {name: jnp.maximum(jnp.sum(each, dtype=jnp.int32), 1) for name, each in counts.items()}
         if depths := self.config.model.mtp:
             with use_rules(self.rules, self.mesh):
-                scored = further_labels(batch["labels"], batch["segments"], depths) != IGNORE
+                scored = mtp_labels(batch["labels"], batch["segments"], depths) != IGNORE
             totals["mtp_scored"] = jnp.maximum(jnp.sum(scored, axis=(1, 2, 3), dtype=jnp.int32), 1)
         return totals
 
@@ -191,9 +191,9 @@ class Step:
         return Pipeline(chunk, batch)
 
     @staticmethod
-    def _shape(model: StagedModel, batch: Batch) -> Shape:
+    def _shape(model: StagedModel, batch: Batch) -> PipelineShape:
         stages, chunks, _ = model.stages.shape
-        return Shape(stages, chunks, batch["tokens"].shape[0])
+        return PipelineShape(stages, chunks, batch["tokens"].shape[0])
 
     def counts_first(self, accumulation: int) -> bool:
         """Whether an update has a forward pass before its first microbatch, which counts the loads of experts.
@@ -204,9 +204,9 @@ class Step:
 
     def _forward(self, weights: Tree, batch: Batch, totals: Tree, *names: str) -> Sums:
         """Some of the sums over a [A, B, L] batch, without gradients; further tokens only where loads are wanted."""
-        further = "load" in names
+        with_mtp = "load" in names
         if isinstance(self.model, StagedModel):
-            head = partial(self._head, totals=totals, scale=1.0, further=further)
+            head = partial(self._head, totals=totals, scale=1.0, with_mtp=with_mtp)
             with use_rules(self.rules, self.mesh), use_attention(self.config):
                 pipeline = self._pipeline(self.model, weights, batch, totals)
                 sums = _joined(pipeline.forward(forward_schedule(self._shape(self.model, batch)), head))
@@ -214,29 +214,35 @@ class Step:
 
         def body(_: None, rows: Batch) -> tuple[None, Sums]:
             with use_rules(self.rules, self.mesh), use_attention(self.config):
-                sums = self._objective(weights, rows, totals, 1.0, further)[1]
+                sums = self._objective(weights, rows, totals, 1.0, with_mtp)[1]
             return None, {name: sums[name] for name in names}
 
         return {name: jnp.sum(s, axis=0) for name, s in _scan(body, None, batch)[1].items()}
 
     def _objective(
-        self, weights: Tree, rows: Batch, totals: Tree, scale: jax.Array | float, further: bool = True
+        self, weights: Tree, rows: Batch, totals: Tree, scale: jax.Array | float, with_mtp: bool = True
     ) -> tuple[jax.Array, Sums]:
         """A microbatch's share of scale x (mean loss + auxiliary losses), and its sums."""
         x_BLD, stats = self.model.hidden(
             weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat, totals
         )
-        objective, sums = self._score(weights, x_BLD, rows, totals, scale, further)
+        objective, sums = self._score(weights, x_BLD, rows, totals, scale, with_mtp)
         return objective + scale * jnp.sum(stats.get("objective", 0.0)), _joined(sums | stats)
 
     def _head(
-        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Tree, scale: jax.Array | float, further: bool = True
+        self,
+        weights: Tree,
+        x_BLD: jax.Array,
+        rows: Batch,
+        totals: Tree,
+        scale: jax.Array | float,
+        with_mtp: bool = True,
     ) -> tuple[jax.Array, Tree]:
         """`_score` of the residual stream as the last layer leaves it."""
-        return self._score(weights, self.model.leave(weights, x_BLD), rows, totals, scale, further)
+        return self._score(weights, self.model.leave(weights, x_BLD), rows, totals, scale, with_mtp)
 
     def _score(
-        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Tree, scale: jax.Array | float, further: bool
+        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Tree, scale: jax.Array | float, with_mtp: bool
     ) -> tuple[jax.Array, Tree]:
         """A microbatch's share of scale x mean loss, that of `further` tokens included, and its sums.
 
@@ -247,13 +253,13 @@ class Step:
         loss, sums = loss_sums(x_BLD, head_DV, rows["labels"], softcap, shards, z_weight)
         # One factor: a float16 cotangent keeps the size of a token's share.
         objective = loss * (scale / totals["scored"])
-        if not (further and self.config.model.mtp):
+        if not (with_mtp and self.config.model.mtp):
             return objective, sums
         # Their blocks belong to no stage: each stage runs them for itself.
-        with alike_along("pipe"):
-            share, own, stats = self.model.further_loss(weights, x_BLD, rows, self.config.remat, totals, shards)
+        with replicated_over("pipe"):
+            share, own, stats = self.model.mtp_loss(weights, x_BLD, rows, self.config.remat, totals, shards)
         objective += scale * (share + jnp.sum(stats.get("objective", 0.0)))
-        return objective, {**sums, **own, FURTHER: stats}
+        return objective, {**sums, **own, MTP: stats}
 
     @property
     def replicas(self) -> int:
@@ -280,7 +286,9 @@ class Step:
 
     def _by_replica(self, field_ABL: jax.Array) -> jax.Array:
         a, b, length = field_ABL.shape
-        spec = PartitionSpec(None, self.layout.deferred_axes, self._undeferred or None, self.layout.length_axes or None)
+        spec = PartitionSpec(
+            None, self.layout.deferred_axes, self._undeferred or None, self.layout.sequence_axes or None
+        )
         split = field_ABL.reshape(a, self.replicas, b // self.replicas, length)
         return lax.with_sharding_constraint(split, NamedSharding(self.mesh, spec))
 
@@ -298,11 +306,11 @@ class Step:
 
 def _joined(sums: Tree) -> Sums:
     """Sums in which the rows of the blocks that predict further tokens follow those of the layers."""
-    further = sums.get(FURTHER, {})
+    with_mtp = sums.get(MTP, {})
     return {
-        name: jnp.concatenate([value, further[name]]) if name in further else value
+        name: jnp.concatenate([value, with_mtp[name]]) if name in with_mtp else value
         for name, value in sums.items()
-        if name != FURTHER
+        if name != MTP
     }
 
 
@@ -319,15 +327,15 @@ def jit_evaluate(step: Step) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return jax.jit(step.evaluate, compiler_options=compiler_options({}, step.mesh) or None)
 
 
-def compile_step(step: Step, abstract: State, batch: Batch) -> jax.stages.Compiled:
+def compile_step(step: Step, abstract: TrainState, batch: Batch) -> jax.stages.Compiled:
     """Compile `update` once for these shapes and shardings, with the config's xla options; a mismatch is an error."""
     options = compiler_options(step.config.xla, step.mesh)
     return lower_step(step, abstract, batch).compile(compiler_options=options or None)
 
 
-def lower_step(step: Step, abstract: State, batch: Batch) -> jax.stages.Lowered:
+def lower_step(step: Step, abstract: TrainState, batch: Batch) -> jax.stages.Lowered:
     """`update` traced and lowered for these shapes and shardings, the state donated."""
     replicated = NamedSharding(step.mesh, PartitionSpec())
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    jitted = jax.jit(step.update, donate_argnums=0, out_shardings=(shardings, replicated))
+    jitted = jax.jit(step.train_step, donate_argnums=0, out_shardings=(shardings, replicated))
     return jitted.lower(abstract, batch)

@@ -13,7 +13,7 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import ConfigError, load_config
 from jaxtrain.data import Corpus, held_out_batches, prepare
 from jaxtrain.nn.generate import sample
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.setup import Setup, resolve
 from jaxtrain.train.step import Batch
 
@@ -41,7 +41,7 @@ def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
     setup, corpus = resolve(config), prepare(config)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
     try:
-        found = checkpoints.restore(setup.saved)
+        found = checkpoints.restore(setup.checkpoint_layout)
     finally:
         checkpoints.close()
     if found is None:
@@ -50,7 +50,7 @@ def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
         raise ConfigError(
             f"the tokenizer of {directory} is not the one it was trained with: restore data.tokenizer.path"
         )
-    return Opened(setup, corpus, setup.from_saved(found.state)["params"], found.step)
+    return Opened(setup, corpus, setup.from_checkpoint(found.state)["params"], found.step)
 
 
 def held_out(setup: Setup, corpus: Corpus) -> list[Batch]:
@@ -64,9 +64,9 @@ def held_out(setup: Setup, corpus: Corpus) -> list[Batch]:
     # One document a row where training has it so: attention may count on it.
     packing = "none" if config.data.packing == "none" else "first_fit"
     batches = held_out_batches(
-        corpus.held_out, config.data.length, config.train.global_batch, config.eval.batches, packing=packing
+        corpus.held_out, config.data.seq_len, config.train.global_batch, config.eval.batches, packing=packing
     )
-    return [place(rows, 0, setup.plan, setup.batch_sharding) for rows in batches]
+    return [shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding) for rows in batches]
 
 
 def mean_loss(evaluate: Evaluate, params: Any, batches: Sequence[Batch]) -> tuple[float, int]:
@@ -79,12 +79,12 @@ def mean_loss(evaluate: Evaluate, params: Any, batches: Sequence[Batch]) -> tupl
 def continue_text(
     setup: Setup, corpus: Corpus, params: Any, prompt: str, tokens: int, temperature: float, seed: int
 ) -> str:
-    """The prompt and up to `tokens` more, at most data.length in all; temperature 0 is greedy."""
+    """The prompt and up to `tokens` more, at most data.seq_len in all; temperature 0 is greedy."""
     ids = corpus.tokenizer.encode(prompt)
-    room = setup.config.data.length - len(ids)
+    room = setup.config.data.seq_len - len(ids)
     if room < 1:
         raise ConfigError(
-            f"the prompt has {len(ids)} tokens and data.length is {setup.config.data.length}: shorten the prompt"
+            f"the prompt has {len(ids)} tokens and data.seq_len is {setup.config.data.seq_len}: shorten the prompt"
         )
     drawn = sample(setup.model, params, ids, min(tokens, room), temperature, jax.random.key(seed))
     return corpus.tokenizer.decode(list(drawn))

@@ -26,9 +26,9 @@ def test_every_shipped_file_loads_and_survives_a_round_trip(name: str) -> None:
 def test_bases_lie_below_and_overrides_above(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("model: {d_model: 64, n_heads: 2}\ntrain: {updates: 5}\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\ntrain: {global_batch: 2}\nmodel: {n_heads: 4}\n")
-    config = load_config(tmp_path / "b.yaml", ["train.updates=7", "optimizer.learning_rate=3e-4", "rules.mlp=null"])
+    config = load_config(tmp_path / "b.yaml", ["train.steps=7", "optimizer.learning_rate=3e-4", "rules.mlp=null"])
     assert (config.model.d_model, config.model.n_heads) == (64, 4)
-    assert (config.train.updates, config.train.global_batch) == (7, 2)
+    assert (config.train.steps, config.train.global_batch) == (7, 2)
     assert config.optimizer.learning_rate == 3e-4
     assert "mlp" in config.rules.model_fields_set and "embed" not in config.rules.model_fields_set
 

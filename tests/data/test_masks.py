@@ -16,7 +16,7 @@ from jaxtrain.config import ConfigError, validate
 from jaxtrain.data import IGNORE, Corpus, held_out_batches, prepare
 from jaxtrain.data.readers import Turn
 from jaxtrain.data.tokenizer import load_tokenizer
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|model|>", "<|end|>"]
 BOS, EOS, USER, MODEL, END = range(51, 56)
@@ -140,7 +140,7 @@ def test_unscored_turns_and_padding_leave_loss_and_gradients_bitwise_the_same(tm
     """Nothing scored follows these tokens in their document, so no attention carries them anywhere."""
     rng = np.random.default_rng(0)
     config = run_config_of()
-    setup, length, rows = setup_of(config, 1), config.data.length, config.train.global_batch
+    setup, length, rows = setup_of(config, 1), config.data.seq_len, config.train.global_batch
 
     def say(role: str, count: int) -> dict:
         return {"role": role, "content": " ".join(f"w{i}" for i in rng.integers(0, 50, count))}
@@ -152,13 +152,15 @@ def test_unscored_turns_and_padding_leave_loss_and_gradients_bitwise_the_same(tm
     assert free.sum() > 50 and (batch["segments"][free] > 0).any() and (batch["segments"][free] == 0).any()
     altered = {**batch, "tokens": np.where(free, rng.integers(0, VOCAB, free.shape), batch["tokens"]).astype(np.int32)}
 
-    params = setup.create_state()["params"]
+    params = setup.init_state()["params"]
     gradients = jax.jit(lambda p, b: setup.step.gradients(p, b, 1.0))
-    got, want = (gradients(params, place(b, 0, setup.plan, setup.batch_sharding)) for b in (altered, batch))
+    got, want = (
+        gradients(params, shard_batch(b, 0, setup.batch_shape, setup.batch_sharding)) for b in (altered, batch)
+    )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
     shifted = {**batch, "labels": np.where(free, 3, batch["labels"]).astype(np.int32)}
-    other = gradients(params, place(shifted, 0, setup.plan, setup.batch_sharding))
+    other = gradients(params, shard_batch(shifted, 0, setup.batch_shape, setup.batch_sharding))
     assert float(other[1]["loss"]) != float(want[1]["loss"])
 
 

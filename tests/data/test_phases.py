@@ -11,11 +11,11 @@ TRAIN = TrainConfig(global_batch=16)
 
 
 def test_without_a_schedule_there_is_one_phase():
-    assert phases_of(DataConfig(length=64), TRAIN) == (Phase(0, 64, 16),)
+    assert phases_of(DataConfig(seq_len=64), TRAIN) == (Phase(0, 64, 16),)
 
 
 def test_phases_by_updates_take_what_they_do_not_name_from_the_run():
-    data = DataConfig(length=64, schedule=[{"start": 0, "length": 32}, {"start": 10, "global_batch": 8}])
+    data = DataConfig(seq_len=64, schedule=[{"start": 0, "seq_len": 32}, {"start": 10, "global_batch": 8}])
     phases = phases_of(data, TRAIN)
     assert phases == (Phase(0, 32, 16), Phase(10, 64, 8))
     assert [phase_at(phases, update) for update in (0, 9, 10, 11, 10**9)] == [0, 0, 1, 1, 1]
@@ -30,7 +30,7 @@ def test_phases_by_tokens_begin_at_the_first_update_that_finds_so_many_read(entr
     for gap, _, _ in entries[:-1]:
         starts.append(starts[-1] + gap)
     schedule = [
-        {"start": start, "length": length, "global_batch": rows}
+        {"start": start, "seq_len": length, "global_batch": rows}
         for start, (_, length, rows) in zip(starts, entries, strict=True)
     ]
     try:
@@ -49,7 +49,7 @@ def test_phases_by_tokens_begin_at_the_first_update_that_finds_so_many_read(entr
 def test_a_phase_without_an_update_is_an_error():
     schedule = [{"start": 0}, {"start": 100}, {"start": 120}]
     with pytest.raises(ConfigError, match=r"data.schedule\[1\] has no update: .* of 1024 tokens pass 120"):
-        phases_of(DataConfig(length=64, schedule=schedule, schedule_unit="tokens"), TRAIN)
+        phases_of(DataConfig(seq_len=64, schedule=schedule, schedule_unit="tokens"), TRAIN)
 
 
 @pytest.mark.parametrize("starts", [[1], [0, 5, 5], [0, 9, 3]])
@@ -59,7 +59,7 @@ def test_starts_rise_from_nought(starts):
 
 
 def test_every_length_must_fit_learned_positions():
-    with pytest.raises(ConfigError, match=r"data.schedule\[1\].length 4096 exceeds model.max_length 2048"):
+    with pytest.raises(ConfigError, match=r"data.schedule\[1\].length 4096 exceeds model.max_seq_len 2048"):
         validate({
-            "model": {"positions": "learned"}, "data": {"schedule": [{"start": 0}, {"start": 5, "length": 4096}]}
+            "model": {"positions": "learned"}, "data": {"schedule": [{"start": 0}, {"start": 5, "seq_len": 4096}]}
         })  # fmt: skip

@@ -30,7 +30,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
                 {"text": str(tmp_path / "a"), "weight": 2}, {"text": str(tmp_path / "b")},
                 {"jsonl": str(tmp_path / "chat.jsonl"), "prompt_field": "q", "response_field": "r", "weight": 1},
             ],
-            "tokenizer": {"vocab_size": 300}, "length": 64, "long": "drop", "cache": str(tmp_path / "cache"),
+            "tokenizer": {"vocab_size": 300}, "seq_len": 64, "overlong": "drop", "cache": str(tmp_path / "cache"),
             "held_out": 0.1,
         },
         "train": {"global_batch": 8},

@@ -83,10 +83,10 @@ def write(kind: str, folder: Path, texts: list[str], name: str = "text") -> dict
     return {kind if kind in KINDS else "jsonl": str(folder)}
 
 
-WAYS = ["text", "jsonl", "gz", "zst", "parquet", "hf", "arrayrecord"]
+CONTEXT_METHODS = ["text", "jsonl", "gz", "zst", "parquet", "hf", "arrayrecord"]
 
 
-@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("kind", CONTEXT_METHODS)
 def test_every_kind_gives_the_same_documents(tmp_path, kind):
     corpus = corpus_of(tmp_path, write(kind, tmp_path / "in", TEXTS))
     assert texts_of(corpus) == TEXTS

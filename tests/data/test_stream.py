@@ -289,8 +289,8 @@ def test_a_failure_in_the_thread_is_raised_to_the_reader():
 
 def test_grain_transformations_compose_and_keep_the_exact_state() -> None:
     config = validate({
-        "model": {"max_length": LENGTH}, "train": {"global_batch": BATCH},
-        "data": {"length": LENGTH, "virtual_shards": SHARDS, "packing_bins": 4},
+        "model": {"max_seq_len": LENGTH}, "train": {"global_batch": BATCH},
+        "data": {"seq_len": LENGTH, "virtual_shards": SHARDS, "packing_bins": 4},
     })  # fmt: skip
     dataset = Batches(documents_of([5, 9, 30, 2, 14, 7] * 20), config).map(lambda batch: batch["tokens"].sum())
     first = iter(dataset)

@@ -64,21 +64,21 @@ def test_settings_of_the_reference_models() -> None:
     """By hand from config.json, key by key."""
     model = opened(ROOT / "llama3_rope")[1].config
     assert (model.vocab_size, model.d_model, model.n_layers, model.n_heads, model.kv_heads) == (192, 64, 3, 4, 2)
-    assert (model.width_of_head, model.d_ff, model.max_length, model.norm_eps, model.tied_head) == (
+    assert (model.width_of_head, model.d_ff, model.max_seq_len, model.norm_eps, model.tied_head) == (
         16, 128, 256, 1e-6, True,
     )  # fmt: skip
     assert model.rope == RopeConfig(
-        theta=500_000, scaling="llama3", factor=8, low_freq_factor=1, high_freq_factor=4, original_length=64
+        theta=500_000, scaling="llama3", factor=8, low_freq_factor=1, high_freq_factor=4, original_seq_len=64
     )
     assert opened(ROOT / "mistral")[1].config.windows == [16]
     assert opened(ROOT / "qwen2")[1].config.windows == [None, 16, 16]
     gpt_oss = opened(ROOT / "gpt_oss_yarn")[1].config
-    assert (gpt_oss.windows, gpt_oss.rope.scaling, gpt_oss.rope.original_length) == ([16, None], "yarn_unrounded", 32)
+    assert (gpt_oss.windows, gpt_oss.rope.scaling, gpt_oss.rope.original_seq_len) == ([16, None], "yarn_unrounded", 32)
     deepseek = opened(ROOT / "deepseek_v3")[1].config
     assert deepseek.mla == MlaConfig(kv_rank=32, q_rank=48, rope_dim=8, v_dim=16)
     assert deepseek.moe == MoeConfig(
         experts=8, top_k=3, d_ff=32, shared=1, first_dense=1, router="sigmoid_chosen", scale=2.5, groups=4,
-        groups_kept=2, bias_rate=0.0,
+        top_groups=2, bias_rate=0.0,
     )  # fmt: skip
     assert deepseek.width_of_head == 16 and deepseek.mtp == 0
 
@@ -110,7 +110,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1,
         "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 1024, "n_embd": 768, "n_head": 12,
         "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "vocab_size": 50257,
-        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_seq_len": 50}},
     },
 }  # fmt: skip
 

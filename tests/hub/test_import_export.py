@@ -49,8 +49,8 @@ def hub(tmp_path_factory: Any) -> Path:
 def overrides(text: Path, cache: Path) -> list[str]:
     source = json.dumps([{"text": str(text), "include": ["*.txt"]}])
     return [
-        "--data.sources", source, "--data.length", "32", "--data.held_out=0.2", f"--data.cache={cache}",
-        "--train.global_batch", "8", "--train.updates", "2", "--train.sample_prompt=", "--eval.every", "null",
+        "--data.sources", source, "--data.seq_len", "32", "--data.held_out=0.2", f"--data.cache={cache}",
+        "--train.global_batch", "8", "--train.steps", "2", "--train.sample_prompt=", "--eval.every", "null",
         "--observe.tensorboard=false", "--observe.progress=false", "--optimizer.learning_rate", "1e-3",
         "--mesh.data=2", "--mesh.tensor=4", "--rules.preset=[fsdp,tensor]", "--rules.allow=['indivisible:*']",
     ]  # fmt: skip
@@ -87,7 +87,7 @@ def test_training_starts_from_the_weights_with_a_fresh_optimizer(
     assert opened.step == 0
     rows = tensors_in(hub)["model.embed_tokens.weight"]
     np.testing.assert_array_equal(np.asarray(opened.params["embed"]["tokens"])[:192], rows)
-    state = opened.setup.adopt_state(opened.params)
+    state = opened.setup.state_from_params(opened.params)
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(state["opt"]) if leaf.ndim)
     capsys.readouterr()
     assert main(["eval", str(run), "--json"]) == 0
@@ -110,7 +110,7 @@ def test_training_starts_from_the_weights_with_a_fresh_optimizer(
 def test_a_run_from_scratch_is_exported_by_the_first_family_that_can_say_it(text: Path, tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "run.yaml").write_text(
-        "model: {vocab_size: 160, d_model: 32, n_layers: 2, n_heads: 4, d_ff: 48, max_length: 64, norm: layernorm,"
+        "model: {vocab_size: 160, d_model: 32, n_layers: 2, n_heads: 4, d_ff: 48, max_seq_len: 64, norm: layernorm,"
         " activation: relu2, positions: learned, qkv_bias: true, out_bias: true, mlp_bias: true, tied_head: true}\n"
         f"data: {{tokenizer: {{path: {tmp_path / 'tokenizer.json'}}}}}\n"
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.hub.rows import ROTARY, Row, at, hub_shape, read, write
+from jaxtrain.hub.rows import ROTARY, TensorRow, at, hub_shape, read, write
 
 SIZES = {"D": 5, "H": 4, "K": 2, "E": 6, "F": 7, "X": 3, "R": 8, "V": 9, ROTARY: 4}
 D, H, E, F, X, R = (SIZES[letter] for letter in "DHEFXR")
@@ -25,7 +25,7 @@ def neighbours_to_halves(array: np.ndarray, axis: int) -> np.ndarray:
 
 
 # (rows that make up one tensor of the hub, the parameters of a tensor in plain numpy)
-CASES: dict[str, tuple[list[Row], Any]] = {
+CASES: dict[str, tuple[list[TensorRow], Any]] = {
     "linear": ([at("w", "F,D", "DF")], lambda t: [t.T]),
     "heads": ([at("w", "HE,D", "DHE")], lambda t: [t.reshape(H, E, D).transpose(2, 0, 1)]),
     "out": ([at("w", "D,HE", "HED")], lambda t: [t.T.reshape(H, E, D)]),
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[list[Row], Any]] = {
 }  # fmt: skip
 
 
-def tensor_of(rows: list[Row]) -> np.ndarray:
+def tensor_of(rows: list[TensorRow]) -> np.ndarray:
     shape = hub_shape(rows[0], SIZES)
     return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 

@@ -17,7 +17,7 @@ from jaxtrain.config import AXES, ConfigError, RulesConfig
 from jaxtrain.hub.folder import Folder
 from jaxtrain.hub.load import load
 from jaxtrain.hub.save import new_folder, save
-from jaxtrain.mesh.layout import plan_layout
+from jaxtrain.mesh.layout import build_layout
 from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.nn.model import Model, build
 
@@ -28,7 +28,7 @@ def shardings_of(model: Model, **rules: Any) -> Any:
     """Over data 2 x tensor 4 as the presets say; experts and what mixtures name stay whole here."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 1, 4, 1, 1), AXES)
     sizes = dict(zip(AXES, (2, 1, 4, 1, 1), strict=True))
-    layout = plan_layout(model.params, resolve_rules(RulesConfig(replicated_limit=10**9, **rules)), sizes, False)
+    layout = build_layout(model.params, resolve_rules(RulesConfig(replicated_limit=10**9, **rules)), sizes, False)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), layout.weights)
 
 

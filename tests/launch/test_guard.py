@@ -26,7 +26,7 @@ def test_guard_passes_results_and_errors_on():
     assert guard(lambda: 3) == 3
 
     def fail():
-        raise ConfigError("train.updates is 0")
+        raise ConfigError("train.steps is 0")
 
-    with pytest.raises(ConfigError, match=r"train.updates"):
+    with pytest.raises(ConfigError, match=r"train.steps"):
         guard(fail)

@@ -20,7 +20,7 @@ from jaxtrain.config import (
     OptimizerConfig,
     RulesConfig,
 )  # fmt: skip
-from jaxtrain.mesh.layout import bytes_per_device, extend_spec, flatten_paths, local_shape, plan_layout
+from jaxtrain.mesh.layout import build_layout, bytes_per_device, extend_spec, flatten_paths, local_shape
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import PRESETS, resolve_rules, spec_axes
 from jaxtrain.mesh.topology import build_topology
@@ -32,9 +32,9 @@ def sizes(**given):
     return dict.fromkeys(AXES, 1) | given
 
 
-def plan(params, preset, given, separate_masters=True, **entries):
+def plan(params, preset, given, separate_master_params=True, **entries):
     rules = resolve_rules(RulesConfig(preset=preset, **entries))
-    return plan_layout(params, rules, sizes(**given), separate_masters)
+    return build_layout(params, rules, sizes(**given), separate_master_params)
 
 
 # 8e9 elements; every dimension that FSDP cuts divides by 64.
@@ -56,15 +56,15 @@ def test_bytes_of_the_8b_table(preset, data, gigabytes):
     """Requirements 3: weight 2 + gradient 2 + master 4 + moments 8 bytes a parameter."""
     assert sum(param.size for param in jax.tree.leaves(EIGHT_BILLION)) == 8_000_000_000
     layout = plan(EIGHT_BILLION, [preset], {"data": data})
-    parts = [(layout.weights, 2), (layout.gradients, 2), (layout.masters, 4), (layout.optimizer, 8)]
+    parts = [(layout.weights, 2), (layout.gradients, 2), (layout.master_params, 4), (layout.optimizer, 8)]
     total = sum(bytes_per_device(EIGHT_BILLION, specs, layout.sizes, size) for specs, size in parts)
     assert total == gigabytes * 10**9
 
 
 def test_without_separate_masters_weights_are_stored_as_used():
-    layout = plan(EIGHT_BILLION, ["zero1"], {"data": 8}, separate_masters=False)
-    assert layout.masters == layout.weights
-    assert plan(EIGHT_BILLION, ["zero1"], {"data": 8}).masters == layout.optimizer
+    layout = plan(EIGHT_BILLION, ["zero1"], {"data": 8}, separate_master_params=False)
+    assert layout.master_params == layout.weights
+    assert plan(EIGHT_BILLION, ["zero1"], {"data": 8}).master_params == layout.optimizer
 
 
 @pytest.mark.parametrize(
@@ -205,9 +205,9 @@ def test_specs_never_use_an_axis_twice_and_always_divide(dims, given_sizes, pres
     except ConfigError as error:
         assert str(error).startswith("activation")
         assume(False)
-    topology = build_topology(MeshConfig(**mesh_sizes, allow_torn=["tensor", "expert"]), ClusterConfig())
+    topology = build_topology(MeshConfig(**mesh_sizes, allow_cross_domain=["tensor", "expert"]), ClusterConfig())
     for part in ("weights", "masters", "gradients", "optimizer"):
-        spec = getattr(layout, part)["w"]
+        spec = layout.parts[part]["w"]
         axes = [axis for dim in spec_axes(spec, len(dims)) for axis in dim]
         assert len(axes) == len(set(axes))
         assert all(mesh_sizes[axis] > 1 for axis in axes)

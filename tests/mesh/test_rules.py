@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import AXES, ClusterConfig, ConfigError, MeshConfig, RulesConfig, replace, validate
-from jaxtrain.mesh.layout import plan_layout
+from jaxtrain.mesh.layout import build_layout
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.rules import ACTIVATIONS, NAMES, PRESETS, constrain, resolve_rules, spec_for, use_rules
 from jaxtrain.mesh.topology import build_topology
@@ -23,7 +23,7 @@ def rules(*preset, **entries):
 
 
 def plan(params, table, **given):
-    return plan_layout(params, table, sizes(**given), separate_masters=True)
+    return build_layout(params, table, sizes(**given), separate_master_params=True)
 
 
 UP = Param((32, 4096, 14336), ("layers", "embed", "mlp"))
@@ -39,7 +39,7 @@ def test_later_presets_win_and_single_entries_win_over_all():
     assert table.entry("embed").origin == "rules.embed"
     assert table.entry("embed").losers == (("preset fsdp", ("data",)),)
     assert table.explain("mlp") == "mlp -> data x seq by rules.mlp; overrules preset tensor (tensor)"
-    assert rules("tensor_sequence", "hybrid_fsdp").axes("residual_length") == ("seq", "tensor")
+    assert rules("tensor_sequence", "hybrid_fsdp").axes("residual_seq") == ("seq", "tensor")
     assert table.axes("head_dim") == () and table.entry("head_dim").origin == "no rule"
 
 
@@ -58,7 +58,7 @@ def test_unset_and_null_survive_overrides():
 def test_the_base_table_lies_below():
     table = rules("ddp")
     assert table.axes("batch") == ("data", "expert")
-    assert table.axes("length") == table.axes("residual_length") == ("seq",)
+    assert table.axes("seq_len") == table.axes("residual_seq") == ("seq",)
     assert table.axes("layers") == ("pipe",) and table.axes("experts") == ("expert",)
     assert {name for preset in PRESETS.values() for name in preset} <= {*NAMES, "optimizer", "gradients"}
 
@@ -157,7 +157,7 @@ def test_an_entry_that_matches_nothing():
     refused({"up": UP}, rules("ddp", experts="expert"), "rules.experts is expert but no parameter",
             "in use: embed, mlp, layers", "rules.allow: ['unmatched:experts']")  # fmt: skip
     plan({"up": UP}, rules("ddp", experts="expert", allow=["unmatched:experts"]))
-    plan({"up": UP}, rules("ddp", experts=None, residual_length="seq"))
+    plan({"up": UP}, rules("ddp", experts=None, residual_seq="seq"))
 
 
 def test_a_large_parameter_left_whole():
@@ -226,31 +226,31 @@ def test_constrain_is_the_identity_without_a_context():
 def test_constrain_shards_by_name():
     mesh = mesh_of(data=2, tensor=2, seq=2)
     x = jnp.arange(4 * 8 * 6, dtype=jnp.float32).reshape(4, 8, 6)
-    y = pinned(rules("tensor_sequence"), mesh, x, "batch", "residual_length", "hidden")
+    y = pinned(rules("tensor_sequence"), mesh, x, "batch", "residual_seq", "hidden")
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", ("seq", "tensor"), None)), 3)
     np.testing.assert_array_equal(x, y)
-    y = pinned(rules("tensor"), mesh, x, "batch", "length", "mlp")
+    y = pinned(rules("tensor"), mesh, x, "batch", "seq_len", "mlp")
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "seq", "tensor")), 3)
 
 
 def test_an_activation_that_no_rule_shards_is_pinned_whole():
     mesh = mesh_of(data=1, tensor=8)
     x = jax.device_put(jnp.ones((8, 8, 8)), NamedSharding(mesh, P("tensor")))
-    y = pinned(rules("tensor"), mesh, x, "batch", "residual_length", "hidden")
+    y = pinned(rules("tensor"), mesh, x, "batch", "residual_seq", "hidden")
     assert y.sharding.is_fully_replicated
 
 
 def test_kv_heads_that_do_not_divide_stay_whole_and_others_raise():
     mesh = mesh_of(data=2, tensor=4)
     x = jnp.ones((2, 4, 2, 8))
-    y = pinned(rules("tensor"), mesh, x, "batch", "length", "kv_heads", None)
+    y = pinned(rules("tensor"), mesh, x, "batch", "seq_len", "kv_heads", None)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 4)
     with pytest.raises(ConfigError, match=r"dimension 2 \(heads, 2\) is not divisible by tensor = 4"):
-        pinned(rules("tensor"), mesh, x, "batch", "length", "heads", None)
-    y = pinned(rules("tensor", allow=["indivisible:heads"]), mesh, x, "batch", "length", "heads", None)
+        pinned(rules("tensor"), mesh, x, "batch", "seq_len", "heads", None)
+    y = pinned(rules("tensor", allow=["indivisible:heads"]), mesh, x, "batch", "seq_len", "heads", None)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 4)
     with pytest.raises(ConfigError, match="one mesh axis twice"):
-        pinned(rules("tensor", length="tensor"), mesh, x, "batch", "length", None, "mlp")
+        pinned(rules("tensor", seq_len="tensor"), mesh, x, "batch", "seq_len", None, "mlp")
 
 
 def test_axes_of_an_enclosing_vmap_are_left_out():
@@ -270,7 +270,7 @@ def test_constrain_lowers_on_a_mesh_without_devices():
 
     def f(x):
         with use_rules(rules("tensor"), mesh):
-            return constrain(x, "batch", "length", "mlp")
+            return constrain(x, "batch", "seq_len", "mlp")
 
     x = jax.ShapeDtypeStruct((64, 16, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
     text = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",)).as_text()

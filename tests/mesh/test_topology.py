@@ -13,10 +13,10 @@ from jaxtrain.config import AXES, ClusterConfig, ConfigError, MeshConfig, load_c
 from jaxtrain.mesh.topology import (
     DescribedDevice,
     build_topology,
+    cross_domain_groups,
     described_devices,
     fast_domains,
     resolve_sizes,
-    torn_groups,
 )
 
 NODES_8X8 = ClusterConfig(nodes=8, devices_per_node=8)
@@ -96,14 +96,14 @@ def test_144_gpus_in_racks_of_72_hold_one_whole_instance_each():
     handed = devices[64:72] + devices[72:136] + devices[136:] + devices[:64]
     mesh = MeshConfig(data=2, tensor=8, expert=9)
     as_handed = np.array([d.id // 72 for d in handed]).reshape(2, 1, 8, 1, 9)
-    torn = torn_groups(as_handed)
+    torn = cross_domain_groups(as_handed)
     assert [{rack: len(where) for rack, where in members.items()} for _, members in torn] == [
         {0: 8, 1: 64},
         {0: 64, 1: 8},
     ]
 
     topology = build_topology(mesh, RACKS, handed)
-    assert torn_groups(topology.domain) == []
+    assert cross_domain_groups(topology.domain) == []
     assert ids_of(topology)[0, 0, :, 0, 0].tolist() == list(range(8)), "tensor groups are neighbours"
     assert [set(ids.ravel() // 72) for ids in ids_of(topology)] == [{0}, {1}]
     assert topology.crossings() == {"data": 2, "pipe": 1, "tensor": 1, "seq": 1, "expert": 1}
@@ -118,24 +118,26 @@ def test_an_instance_larger_than_a_domain_is_refused_with_the_torn_group_and_the
     assert "domain 0 (process 0): 64 devices, ids 0-63" in text
     assert "domain 1 (process 1): 8 devices, ids 64-71" in text
     assert "9 domains of 64" in text
-    assert "cluster.domain_size" in text and "mesh.allow_torn: [expert]" in text
+    assert "cluster.domain_size" in text and "mesh.allow_cross_domain: [expert]" in text
 
 
 def test_allow_torn_lets_experts_leave_but_keeps_tensor_groups_whole():
     cluster = ClusterConfig(nodes=9, devices_per_node=64)
-    mesh = MeshConfig(data=8, tensor=8, expert=9, allow_torn=["expert"])
+    mesh = MeshConfig(data=8, tensor=8, expert=9, allow_cross_domain=["expert"])
     topology = build_topology(mesh, cluster, described_devices(cluster))
     assert topology.crossings()["tensor"] == 1
     assert topology.crossings()["expert"] == 2
     with pytest.raises(ConfigError, match=r"tensor 16 group .* torn 8 \+ 8"):
-        build_topology(MeshConfig(tensor=16, expert=4, allow_torn=["expert"]), NODES_8X8, described_devices(NODES_8X8))
+        build_topology(
+            MeshConfig(tensor=16, expert=4, allow_cross_domain=["expert"]), NODES_8X8, described_devices(NODES_8X8)
+        )
 
 
 def test_allow_torn_tensor_keeps_expert_groups_whole():
-    mesh = MeshConfig(tensor=16, expert=2, allow_torn=["tensor"])
+    mesh = MeshConfig(tensor=16, expert=2, allow_cross_domain=["tensor"])
     topology = build_topology(mesh, NODES_8X8, described_devices(NODES_8X8))
     assert topology.crossings()["expert"] == 1 and topology.crossings()["tensor"] == 4
-    both = MeshConfig(tensor=16, expert=4, allow_torn=["tensor", "expert"])
+    both = MeshConfig(tensor=16, expert=4, allow_cross_domain=["tensor", "expert"])
     assert build_topology(both, NODES_8X8, described_devices(NODES_8X8)).devices.shape == (1, 1, 16, 1, 4)
 
 

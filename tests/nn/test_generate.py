@@ -10,7 +10,7 @@ from jaxtrain.nn import generate
 from jaxtrain.nn.model import build
 
 CONFIG = ModelConfig(
-    vocab_size=32, d_model=16, n_layers=2, n_heads=2, d_ff=32, max_length=12, positions="learned", init_std=0.5
+    vocab_size=32, d_model=16, n_layers=2, n_heads=2, d_ff=32, max_seq_len=12, positions="learned", init_std=0.5
 )
 
 
@@ -48,7 +48,7 @@ def test_one_compilation_and_the_same_key_the_same_text(setting):
     np.testing.assert_array_equal(texts[0], texts[2])
 
 
-@pytest.mark.parametrize(("prompt", "n", "words"), [([], 4, "sample_prompt"), ([1] * 6, 7, "model.max_length 12")])
+@pytest.mark.parametrize(("prompt", "n", "words"), [([], 4, "sample_prompt"), ([1] * 6, 7, "model.max_seq_len 12")])
 def test_refuses(setting, prompt, n, words):
     with pytest.raises(ConfigError, match=words):
         generate.sample(*setting, prompt, n, 0.0, jax.random.key(0))

@@ -13,7 +13,7 @@ from jaxtrain.mesh.rules import NAMES, resolve_rules, spec_for, use_rules
 from jaxtrain.nn.model import build
 from jaxtrain.ops.loss import cross_entropy
 
-TINY = ModelConfig(vocab_size=64, d_model=32, n_layers=4, n_heads=8, n_kv_heads=2, head_dim=4, d_ff=48, max_length=32)
+TINY = ModelConfig(vocab_size=64, d_model=32, n_layers=4, n_heads=8, n_kv_heads=2, head_dim=4, d_ff=48, max_seq_len=32)
 PUBLISHED = {
     "llama3_8b": 8_030_261_248,
     "llama3_70b": 70_553_706_496,

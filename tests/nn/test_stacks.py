@@ -19,7 +19,7 @@ from jaxtrain.ops import rope
 from jaxtrain.ops.norm import rms_norm
 
 TINY = {
-    "vocab_size": 32, "d_model": 16, "n_layers": 6, "n_heads": 2, "head_dim": 8, "d_ff": 24, "max_length": 16,
+    "vocab_size": 32, "d_model": 16, "n_layers": 6, "n_heads": 2, "head_dim": 8, "d_ff": 24, "max_seq_len": 16,
     "init_std": 0.3,
 }  # fmt: skip
 MOE = {"experts": 4, "top_k": 2, "d_ff": 12}

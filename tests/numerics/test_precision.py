@@ -30,7 +30,7 @@ def test_formats(name, exponent, mantissa, size, largest):
 def test_master_keeps_the_update_that_bfloat16_loses():
     """Near 1 the spacing of bfloat16 is 2^-7: updates of 2^-10 vanish, eight of them make one spacing."""
     precision = Precision(PrecisionConfig(compute="bfloat16"))
-    assert precision.separate_masters
+    assert precision.separate_master_params
     master = {"w": jnp.ones(3, jnp.float32)}
     alone = precision.cast(master)
     for _ in range(8):
@@ -42,7 +42,7 @@ def test_master_keeps_the_update_that_bfloat16_loses():
 
 def test_float32_needs_no_masters_and_casts_nothing():
     precision = Precision(PrecisionConfig())
-    assert not precision.separate_masters
+    assert not precision.separate_master_params
     assert precision.cast({"w": jnp.ones(2)})["w"].dtype == jnp.float32
 
 

@@ -11,7 +11,7 @@ from jaxtrain.config import ConfigError, ModelConfig, RematConfig
 from jaxtrain.nn.model import build
 from jaxtrain.numerics.remat import NAMES, check_remat, names_of
 
-CONFIG = ModelConfig(vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=48, max_length=16)
+CONFIG = ModelConfig(vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_ff=48, max_seq_len=16)
 POLICIES = {
     "none": RematConfig(),
     "dots": RematConfig(policy="dots"),

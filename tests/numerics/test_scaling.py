@@ -12,7 +12,7 @@ from jaxtrain.numerics import scaling
 
 def run(config, finites):
     """States after each update."""
-    update = jax.jit(lambda state, finite: scaling.update(config, state, finite))
+    update = jax.jit(lambda state, finite: scaling.next_state(config, state, finite))
     states = [scaling.init(config)]
     for finite in finites:
         states.append(update(states[-1], jnp.bool_(finite)))

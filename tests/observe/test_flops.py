@@ -16,14 +16,14 @@ from jaxtrain.observe.flops import (
     visible_keys,
 )
 
-LLAMA3 = {"vocab_size": 128_256, "n_kv_heads": 8, "max_length": 8192}
+LLAMA3 = {"vocab_size": 128_256, "n_kv_heads": 8, "max_seq_len": 8192}
 LLAMA3_8B = ModelConfig(d_model=4096, n_layers=32, n_heads=32, d_ff=14_336, **LLAMA3)
 LLAMA3_70B = ModelConfig(d_model=8192, n_layers=80, n_heads=64, d_ff=28_672, **LLAMA3)
 QWEN3_8B = ModelConfig(
     vocab_size=151_936, d_model=4096, n_layers=36, n_heads=32, n_kv_heads=8, head_dim=128, d_ff=12_288, qk_norm=True
 )
 GPT2 = ModelConfig(
-    vocab_size=50_257, d_model=768, n_layers=12, n_heads=12, d_ff=3072, max_length=1024, norm="layernorm",
+    vocab_size=50_257, d_model=768, n_layers=12, n_heads=12, d_ff=3072, max_seq_len=1024, norm="layernorm",
     activation="gelu_tanh", positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True, tied_head=True,
 )  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_closed_form_counts_the_built_model(heads, width, flags, norm, activatio
     names = ("qkv_bias", "out_bias", "mlp_bias", "tied_head", "qk_norm")
     model = ModelConfig(
         vocab_size=53, d_model=24, n_layers=3, n_heads=heads[0], n_kv_heads=heads[1], head_dim=width, d_ff=20,
-        max_length=11, norm=norm, activation=activation, positions=positions, **dict(zip(names, flags, strict=True)),
+        max_seq_len=11, norm=norm, activation=activation, positions=positions, **dict(zip(names, flags, strict=True)),
     )  # fmt: skip
     assert count_parameters(model) == build(model).count()
 

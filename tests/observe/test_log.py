@@ -30,7 +30,7 @@ def write(folder, resume, first, last, observe=QUIET):
     log = Log(folder, observe, primary=True)
     log.resume_at(resume)
     for row in rows(first, last):
-        log.update(row)
+        log.record(row)
     log.close()
 
 
@@ -51,7 +51,7 @@ def test_a_resumed_file_equals_an_unbroken_one(tmp_path, checkpoint, torn):
 def test_the_first_update_resumes_by_itself(tmp_path):
     write(tmp_path, 0, 1, 10)
     log = Log(tmp_path, QUIET, primary=True)
-    log.update(rows(5, 6)[0])
+    log.record(rows(5, 6)[0])
     assert [row["step"] for row in log.rows()] == [1, 2, 3, 4, 5]
 
 
@@ -69,7 +69,7 @@ def test_kill_9_loses_no_finished_line(tmp_path):
         from jaxtrain.observe.log import Log
         log = Log(Path({str(tmp_path)!r}), ObserveConfig(progress=False), primary=True)
         for step in range(1, 8):
-            log.update({{"step": step, "loss": 1.0}})
+            log.record({{"step": step, "loss": 1.0}})
         os.kill(os.getpid(), signal.SIGKILL)
     """)
     assert subprocess.run([sys.executable, "-c", script]).returncode == -signal.SIGKILL
@@ -108,9 +108,9 @@ def test_other_processes_write_nothing(tmp_path, capsys):
     log = Log(tmp_path / "run", ObserveConfig(), primary=False)
     log.resume_at(0)
     with log.progress(3) as advance:
-        log.update({"step": 1, "loss": 1.0})
+        log.record({"step": 1, "loss": 1.0})
         advance({"step": 1, "loss": 1.0})
-    log.say("hello")
+    log.info("hello")
     log.close()
     assert not (tmp_path / "run").exists() and log.rows() == []
     assert capsys.readouterr().out == ""
@@ -175,7 +175,7 @@ def test_a_terminal_gets_a_bar(tmp_path):
     with log.progress(20) as advance:
         for row in rows(1, 21):
             advance(row)
-        log.say("said above the bar")
+        log.info("said above the bar")
     assert "20/20" in screen.getvalue() and "loss 0.5000" in screen.getvalue()
     assert "said above the bar" in screen.getvalue()
 

@@ -27,10 +27,10 @@ def test_hours_and_device_hours():
 
 def test_rows_and_summary():
     meter = Meter(MODEL, 256, "NVIDIA H100 80GB HBM3", 8, "bfloat16")
-    first = meter.update(1000, 50.0, 0.0, compiled=True)
+    first = meter.record(1000, 50.0, 0.0, compiled=True)
     assert first["tokens_per_s"] == 20.0
     for i in range(1, 101):
-        meter.update(262_144, i / 50, i / 500)
+        meter.record(262_144, i / 50, i / 500)
     total = meter.summary()
     assert total["measured_updates"] == 100
     # Seconds are 0.02 to 2.00: the q-th percentile of 1..100 lies at 1 + 0.99 q.
@@ -45,7 +45,7 @@ def test_rows_and_summary():
 def test_mfu_is_model_flops_over_the_peak_of_all_devices():
     # 8B at 8,192 on 8 H100, 6 N + 12 L D T / 2: 100,000 tokens/s are about 62% of 8 x 989.4 TFLOP/s.
     model = ModelConfig(vocab_size=128_256, d_model=4096, n_layers=32, n_heads=32, n_kv_heads=8, d_ff=14_336)
-    row = Meter(model, 8192, "NVIDIA H100 80GB HBM3", 8).update(100_000, 1.0, 0.0)
+    row = Meter(model, 8192, "NVIDIA H100 80GB HBM3", 8).record(100_000, 1.0, 0.0)
     per_token = 6 * 7_504_658_432 + 12 * 32 * 4096 * 8193 / 2
     assert row["tflops_per_device_causal"] == pytest.approx(100_000 * per_token / 8 / 1e12, rel=1e-9)
     assert row["mfu_causal"] == pytest.approx(100_000 * per_token / (8 * 989.4e12), rel=1e-9)
@@ -54,7 +54,7 @@ def test_mfu_is_model_flops_over_the_peak_of_all_devices():
 
 def test_mfu_is_absent_on_an_unknown_chip():
     meter = Meter(MODEL, 256, "cpu", 1)
-    row = meter.update(4096, 0.5, 0.1)
+    row = meter.record(4096, 0.5, 0.1)
     assert row["mfu_causal"] is None and row["mfu_full"] is None
     assert row["tflops_per_device_causal"] > 0
     assert meter.summary()["mfu_causal"] is None
@@ -62,7 +62,7 @@ def test_mfu_is_absent_on_an_unknown_chip():
 
 def test_a_summary_of_nothing_has_the_same_names():
     empty, fed = Meter(MODEL, 256, "cpu", 1), Meter(MODEL, 256, "cpu", 1)
-    empty.update(10, 1.0, 0.0, compiled=True)
-    fed.update(10, 1.0, 0.0)
+    empty.record(10, 1.0, 0.0, compiled=True)
+    fed.record(10, 1.0, 0.0)
     assert empty.summary().keys() == fed.summary().keys()
     assert empty.summary()["step_s_p50"] is None

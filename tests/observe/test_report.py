@@ -67,7 +67,7 @@ def test_smoothing_keeps_lines_straight_and_gaps_open():
 
 
 RESULT = {
-    "updates": 400, "parameters": 5_123_456, "tokens_total": 1_600_000, "skipped_updates": 2, "loss_first": 8.31,
+    "steps": 400, "parameters": 5_123_456, "tokens_total": 1_600_000, "skipped_updates": 2, "loss_first": 8.31,
     "loss_last": 2.5, "eval_loss_first": 8.3, "eval_loss_last": 2.75, "resumed_from": None, "compile_s": 6.25,
     "wall_s": 301.5, "checkpoint": 400, "tokens_per_s_median": 9876.5, "step_s_p50": 0.4, "step_s_p90": 0.5,
     "step_s_p99": 0.75, "data_wait_share": 0.0123, "tflops_per_device_causal": 0.25, "tflops_per_device_full": 0.26,
@@ -99,7 +99,7 @@ def test_summary_is_written_whole_and_printed(tmp_path, capsys):
     summary(tmp_path, RESULT)
     assert json.loads((tmp_path / "summary.json").read_text()) == RESULT
     assert "held-out loss" in capsys.readouterr().out
-    summary(tmp_path, {"updates": 1}, quiet=True)
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"updates": 1}
+    summary(tmp_path, {"steps": 1}, quiet=True)
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
     assert capsys.readouterr().out == ""
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]

@@ -15,7 +15,7 @@ from jaxtrain.config import AttentionConfig, ConfigError, RulesConfig, RunConfig
 from jaxtrain.mesh.rules import resolve_rules, use_rules
 from jaxtrain.ops import attention, blocks
 from jaxtrain.ops.attention import Request, attend, choose, use_attention
-from jaxtrain.ops.plain import plain
+from jaxtrain.ops.reference import use_reference
 
 BACKENDS = ["dense", "xla"]  # those that run on a CPU
 
@@ -150,7 +150,7 @@ def test_order_of_tokens_does_not_matter_to_dense():
     q, k, v = inputs(5, 1, 8, 1, 2, 4)
     segments, order = jnp.array([[1, 1, 1, 2, 2, 2, 2, 0]]), np.random.default_rng(0).permutation(8)
     positions = positions_of(np.asarray(segments))
-    with plain():
+    with use_reference():
         there = attend(q, k, v, segments, positions)[:, order]
         here = attend(*(a[:, order] for a in (q, k, v, segments, positions)))
     np.testing.assert_allclose(here, there, rtol=1e-5, atol=1e-6)
@@ -207,7 +207,7 @@ def test_tiles_run_on_each_device_under_the_map_over_replicas(kv_heads):
         return value.sum(), [a.reshape(4, *a.shape[2:]) for a in (dq, dk, dv)], dsinks.sum(0)
 
     got = jax.jit(mapped)(q, k, v, sinks, *places)
-    with plain():
+    with use_reference():
         value, (*want, dsinks) = jax.value_and_grad(total, (0, 1, 2, 3))(q, k, v, sinks, *places)
     for a, b in zip(jax.tree.leaves(got), (value, *want, dsinks), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * max(1, float(np.abs(b).max())))
@@ -237,7 +237,7 @@ HOPPER = Request("gpu", 9.0, 8192, (128, 128), "bfloat16")
 @pytest.mark.parametrize(("request_", "expected"), [
     (CPU, "dense"),
     (CPU._replace(length=32_768), "xla"),
-    (CPU._replace(way="ring"), "xla"),
+    (CPU._replace(context_method="ring"), "xla"),
     (Request("tpu", None, 512, (128, 128), "bfloat16"), "xla"),
     (HOPPER._replace(dtype="float32"), "xla"),
     (HOPPER._replace(capability=8.0), "xla"),
@@ -263,7 +263,7 @@ def test_auto_on_hopper_is_tokamax_for_packed_rows(changed, monkeypatch):
     ("cudnn", HOPPER, "documents of a packed row", "xla"),
     ("cudnn", HOPPER._replace(packed=False, window=True), "windows", "xla"),
     ("cudnn", HOPPER._replace(packed=False, widths=(60, 60)), "multiples of 8", "xla"),
-    ("dense", CPU._replace(way="ring"), "mesh.seq", "xla"),
+    ("dense", CPU._replace(context_method="ring"), "mesh.seq", "xla"),
 ])  # fmt: skip
 def test_what_a_backend_cannot_do_is_refused_with_those_that_can(wanted, request_, why, able):
     with pytest.raises(ConfigError, match=re.escape(f"attention.backend {wanted} cannot")) as error:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.ops import blocks
-from jaxtrain.ops.blocks import HIDDEN, Places
+from jaxtrain.ops.blocks import HIDDEN, TokenPositions
 
 
 def places_of(rng, B, L, documents=3, padding=2):
@@ -18,7 +18,7 @@ def places_of(rng, B, L, documents=3, padding=2):
     for b, s in np.ndindex(B, documents + 1):
         here = segments[b] == s
         positions[b, here] = np.arange(here.sum())
-    return Places(jnp.asarray(segments, jnp.int32), jnp.asarray(positions, jnp.int32))
+    return TokenPositions(jnp.asarray(segments, jnp.int32), jnp.asarray(positions, jnp.int32))
 
 
 def arrays_of(rng, B, L, K, G, E, V):
@@ -76,9 +76,9 @@ def test_blocks_of_permuted_keys_merge_to_the_whole(L, window, seed):
     out, pull = jax.vjp(lambda *a: dense(*a, places, places, window, None, 0.5), q, k, v)
     want = [a[:, order] for a in (out, *pull(dout))]
     q, k, v, dout = (a[:, order] for a in (q, k, v, dout))
-    places = Places(*(a[:, order] for a in places))
+    places = TokenPositions(*(a[:, order] for a in places))
     halves = [(slice(None), slice(0, cut)), (slice(None), slice(cut, None))]
-    parts = [(k[h], v[h], places, Places(*(a[h] for a in places))) for h in halves]
+    parts = [(k[h], v[h], places, TokenPositions(*(a[h] for a in places))) for h in halves]
     found = [blocks.forward(q, a, b, here, there, window, None, 0.5) for a, b, here, there in parts]
     out, lse = blocks.merge(*found[0], *found[1])
     delta = blocks.row_delta(out, dout)
@@ -93,7 +93,7 @@ def test_blocks_of_permuted_keys_merge_to_the_whole(L, window, seed):
 def test_a_query_without_keys_merges_as_nothing():
     rng = np.random.default_rng(0)
     q, k, v, dout = arrays_of(rng, 1, 4, 1, 1, 4, 4)
-    here, there = (Places(jnp.full((1, 4), s, jnp.int32), jnp.arange(4)[None]) for s in (1, 2))
+    here, there = (TokenPositions(jnp.full((1, 4), s, jnp.int32), jnp.arange(4)[None]) for s in (1, 2))
     out, lse = blocks.forward(q, k, v, here, there, None, None, 0.5)
     assert (out == 0).all() and (lse == HIDDEN).all()
     agree(blocks.backward(q, k, v, lse, blocks.row_delta(out, dout), dout, here, there, None, None, 0.5), [0 * q] * 3)
@@ -103,7 +103,7 @@ def test_a_query_without_keys_merges_as_nothing():
 
 def test_sinks_take_part_and_add_nothing():
     """A sink of log(n) beside n keys of score 0 halves the output: weights 1/(2n)."""
-    q, places = jnp.zeros((1, 4, 1, 2)), Places(jnp.ones((1, 4), jnp.int32), jnp.arange(4)[None])
+    q, places = jnp.zeros((1, 4, 1, 2)), TokenPositions(jnp.ones((1, 4), jnp.int32), jnp.arange(4)[None])
     v = jnp.ones((1, 4, 1, 2))
     out, lse = blocks.add_sinks(*blocks.forward(q, q, v, places, places, None, None, 1.0), jnp.log(jnp.array([4.0])))
     np.testing.assert_allclose(out[0, :, 0, 0], [1 / 5, 2 / 6, 3 / 7, 4 / 8], rtol=1e-6)
@@ -114,7 +114,7 @@ def test_temporaries_are_linear_in_length():
     """Compiler bytes, forward and backward, one head group: twice the length is no more than twice the memory."""
 
     def both(q, k, v, dout, segments):
-        places = Places(segments, segments)
+        places = TokenPositions(segments, segments)
         out, lse = blocks.forward(q, k, v, places, places, None, None, 0.1, True)
         return blocks.backward(q, k, v, lse, blocks.row_delta(out, dout), dout, places, places, None, None, 0.1, True)
 

@@ -56,7 +56,7 @@ def dense(q: Any, k: Any, v: Any, sinks: Any, score: Score) -> jax.Array:
     return jnp.einsum("bhlm,bmhv->blhv", weights, v)
 
 
-def split(way: str, mesh: Mesh, score: Score, deferred: bool = False) -> Any:
+def split(context_method: str, mesh: Mesh, score: Score, deferred: bool = False) -> Any:
     """The same on a mesh, from rows in their own order and back to it."""
     rules = resolve_rules(RulesConfig(preset=["tensor"]))
     order = row_order(L, mesh.shape["seq"])
@@ -65,8 +65,8 @@ def split(way: str, mesh: Mesh, score: Score, deferred: bool = False) -> Any:
 
     def attend(q: Any, k: Any, v: Any, sinks: Any, segments: Any, positions: Any) -> jax.Array:
         with use_rules(rules, mesh, without=("data",) if deferred else ()):
-            assert active_axes("length") == ("seq",)
-            return context.attend(q, k, v, segments, positions, score, sinks, way)
+            assert active_axes("seq_len") == ("seq",)
+            return context.attend(q, k, v, segments, positions, score, sinks, context_method)
 
     def whole(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
         rows = q[:, order], k[:, order], v[:, order], segments, positions
@@ -84,7 +84,7 @@ def mesh_of(**sizes: int) -> Mesh:
     return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), AXES)
 
 
-def check(way: str, mesh: Mesh, score: Score, sinks: bool, deferred: bool = False) -> None:
+def check(context_method: str, mesh: Mesh, score: Score, sinks: bool, deferred: bool = False) -> None:
     *qkv, weight, sinks_H = inputs(0)
     arguments = (*qkv, sinks_H if sinks else None)
 
@@ -99,7 +99,7 @@ def check(way: str, mesh: Mesh, score: Score, sinks: bool, deferred: bool = Fals
 
     want = both(lambda *a: dense(*a, score))
     for name, a, b in zip(
-        ("out", "dq", "dk", "dv", "dsinks"), both(split(way, mesh, score, deferred)), want, strict=False
+        ("out", "dq", "dk", "dv", "dsinks"), both(split(context_method, mesh, score, deferred)), want, strict=False
     ):
         assert np.isfinite(a).all(), name
         # A window of one leaves gradients of q and k that are zero in exact arithmetic: terms of a few units cancel.
@@ -120,27 +120,27 @@ QUICK = {
     ("all_gather", "seq=4, tensor=2, window, sinks"), ("ulysses", "seq=4, tensor=2, window, sinks"),
 }  # fmt: skip
 PAIRS = [
-    pytest.param(way, name, marks=() if (way, name) in QUICK else pytest.mark.prove)
-    for way in context.WAYS
+    pytest.param(context_method, name, marks=() if (context_method, name) in QUICK else pytest.mark.prove)
+    for context_method in context.CONTEXT_METHODS
     for name in CASES
 ]
 
 
-@pytest.mark.parametrize(("way", "name"), PAIRS)
-def test_values_and_gradients_are_those_of_one_softmax(way: str, name: str) -> None:
+@pytest.mark.parametrize(("context_method", "name"), PAIRS)
+def test_values_and_gradients_are_those_of_one_softmax(context_method: str, name: str) -> None:
     sizes, score, sinks = CASES[name]
-    check(way, mesh_of(**sizes), score, sinks)
+    check(context_method, mesh_of(**sizes), score, sinks)
 
 
-@pytest.mark.parametrize("way", ["ring", pytest.param("all_gather", marks=pytest.mark.prove), "ulysses"])
-def test_replicas_kept_apart_by_vmap(way: str) -> None:
-    check(way, mesh_of(seq=4, data=2), PLAIN, sinks=True, deferred=True)
+@pytest.mark.parametrize("context_method", ["ring", pytest.param("all_gather", marks=pytest.mark.prove), "ulysses"])
+def test_replicas_kept_apart_by_vmap(context_method: str) -> None:
+    check(context_method, mesh_of(seq=4, data=2), PLAIN, sinks=True, deferred=True)
 
 
 def test_few_heads_are_exchanged_in_groups_on_a_ring() -> None:
-    assert context.plan_split("ulysses", ("seq",), 8, 4) == context.Split(("seq",), hops=2, group=4)
-    assert context.plan_split("ulysses", ("seq",), 8, 32).hops == 1
-    assert context.plan_split("ring", ("seq",), 8, 32).group == 1
+    assert context.sequence_sharding("ulysses", ("seq",), 8, 4) == context.SequenceSharding(("seq",), hops=2, group=4)
+    assert context.sequence_sharding("ulysses", ("seq",), 8, 32).hops == 1
+    assert context.sequence_sharding("ring", ("seq",), 8, 32).group == 1
 
 
 def test_exchange_and_ring_in_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,13 +155,13 @@ def test_windows_at_the_borders(window: int) -> None:
     check("ring", mesh_of(seq=2), Score(window, None, 0.5), sinks=False)
 
 
-def temporaries(way: str, seq: int, local: int = 1024) -> int:
+def temporaries(context_method: str, seq: int, local: int = 1024) -> int:
     """Compiler's bytes a device of one attention, forward and backward, on rows of `local` tokens a device."""
     mesh, rules = mesh_of(seq=seq), resolve_rules(RulesConfig())
 
     def total(q: Any, k: Any, v: Any, places: Any) -> jax.Array:
         with use_rules(rules, mesh):
-            return jnp.sum(jnp.square(context.attend(q, k, v, places, places, PLAIN, None, way)))
+            return jnp.sum(jnp.square(context.attend(q, k, v, places, places, PLAIN, None, context_method)))
 
     length = local * seq
     q, k = (jax.ShapeDtypeStruct((1, length, heads, 32), jnp.float32) for heads in (8, 8))

@@ -18,8 +18,8 @@ from jaxtrain.mesh.rules import resolve_rules, use_rules
 from jaxtrain.ops import dispatch
 from jaxtrain.ops.dispatch import Experts, Map, mixture
 from jaxtrain.ops.grouped import grouped_matmul
-from jaxtrain.ops.plain import plain
 from jaxtrain.ops.ragged import Slices, exchange
+from jaxtrain.ops.reference import use_reference
 
 D, F, X, K = 8, 12, 8, 2
 
@@ -89,7 +89,7 @@ LAYOUTS = {
 def test_every_layout_gives_the_loop_over_experts(name: str) -> None:
     sizes, rules = LAYOUTS[name]
     experts = experts_of(np.random.default_rng(0))
-    with plain():
+    with use_reference():
         kinds = ("random", "one expert", "idle expert")
         wants = [jax.jit(partial(results, experts=experts))(*case(1, 8, 12, kind)) for kind in kinds]
 
@@ -109,7 +109,7 @@ def test_every_layout_gives_the_loop_over_experts(name: str) -> None:
 @pytest.mark.parametrize(("rows", "length", "limit"), [(3, 7, 64), (4, 5, 256)])
 def test_turns_of_any_size_change_nothing(rows: int, length: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     args, experts = case(rows, rows, length, "random"), experts_of(np.random.default_rng(1), bias=False)
-    with plain():
+    with use_reference():
         want = jax.jit(partial(results, experts=experts))(*args)
     monkeypatch.setattr(dispatch, "BUFFER_BYTES", limit)
     got = jax.jit(lambda *args: results(*args, experts))(*args)
@@ -150,13 +150,13 @@ def test_grouped_matmul_against_each_group_alone(sizes: list[int], spare: int) -
     rng = np.random.default_rng(sum(sizes))
     rows = sum(sizes) + spare
     x, w = rng.normal(size=(rows, 4)), rng.normal(size=(3, 4, 5))
-    slope = rng.normal(size=(rows, 5))
+    cotangent = rng.normal(size=(rows, 5))
     parts = np.split(np.arange(rows), np.cumsum(sizes))[:3]
     want, dx, dw = np.zeros((rows, 5)), np.zeros_like(x), np.zeros_like(w)
     for group, part in enumerate(parts):
-        want[part], dx[part] = x[part] @ w[group], slope[part] @ w[group].T
-        dw[group] = x[part].T @ slope[part]
-    f32 = [jnp.asarray(a, jnp.float32) for a in (x, w, slope)]
+        want[part], dx[part] = x[part] @ w[group], cotangent[part] @ w[group].T
+        dw[group] = x[part].T @ cotangent[part]
+    f32 = [jnp.asarray(a, jnp.float32) for a in (x, w, cotangent)]
     got, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, jnp.asarray(sizes), "cpu"), *f32[:2])
     for a, b in zip((got, *pull(f32[2])), (want, dx, dw), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

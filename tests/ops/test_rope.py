@@ -52,13 +52,13 @@ def test_linear_scaling_divides_every_frequency():
 
 # transformers 5.24.0, modeling_rope_utils._compute_yarn_parameters: every width/16-th frequency, attention factor.
 @pytest.mark.parametrize(("width", "settings_", "expected", "magnitude"), [
-    (128, {"scaling": "yarn", "factor": 4.0, "original_length": 32_768, "theta": 1e6},
+    (128, {"scaling": "yarn", "factor": 4.0, "original_seq_len": 32_768, "theta": 1e6},
      [1.0, 0.17782794, 0.031622779, 0.0053753215, 0.00060294115, 4.4456985e-05, 7.9056936e-06, 1.4058534e-06],
      1.138629436111989),
-    (64, {"scaling": "yarn_unrounded", "factor": 32.0, "original_length": 4096, "theta": 150_000.0},
+    (64, {"scaling": "yarn_unrounded", "factor": 32.0, "original_seq_len": 4096, "theta": 150_000.0},
      [1.0, 0.225418, 0.050813273, 0.0067949593, 0.00045648392, 1.8188337e-05, 4.0999785e-06, 9.2420896e-07],
      1.3465735902799727),
-    (64, {"scaling": "yarn", "factor": 40.0, "original_length": 4096, "attention_factor": 1.0},
+    (64, {"scaling": "yarn", "factor": 40.0, "original_seq_len": 4096, "attention_factor": 1.0},
      [1.0, 0.31622776, 0.1, 0.026879361, 0.0055000004, 0.00079056941, 2.4999999e-05, 7.9056945e-06], 1.0),
 ])  # fmt: skip
 def test_yarn_agrees_with_transformers(width, settings_, expected, magnitude):

@@ -61,7 +61,7 @@ def test_chosen_experts_and_weights(
 
 
 def test_equal_scores_go_to_the_first_experts() -> None:
-    routed = routing.route(jnp.zeros((1, 3, 8)), jnp.ones((1, 3), bool), 3, "sigmoid", groups=4, groups_kept=2)
+    routed = routing.route(jnp.zeros((1, 3, 8)), jnp.ones((1, 3), bool), 3, "sigmoid", groups=4, top_groups=2)
     assert np.asarray(routed.chosen_BLK).tolist() == [[[0, 1, 2]] * 3]
 
 
@@ -92,7 +92,7 @@ def test_capacity_keeps_the_first_tokens_of_each_document_order() -> None:
 
 
 def test_balancing_losses_are_one_for_an_even_load_and_x_for_a_single_expert() -> None:
-    totals = routing.Totals(jnp.asarray(4), jnp.asarray(1))
+    totals = routing.RoutingTotals(jnp.asarray(4), jnp.asarray(1))
     even = routed_of([[[0], [1], [2], [3]]], np.full((1, 4, 4), 0.25))
     single = routed_of([[[2]] * 4], np.tile(np.eye(4)[2], (1, 4, 1)))
     real = jnp.ones((1, 4), bool)
@@ -107,7 +107,7 @@ def test_losses_of_parts_add_up_to_the_loss_of_the_whole() -> None:
     real = jax.random.uniform(jax.random.key(2), (6, 5)) < 0.6
     real = real.at[3].set(False)
     whole = routing.route(logits, real, 2, "softmax")
-    totals = routing.Totals(jnp.sum(real), jnp.sum(jnp.any(real, 1)), routing.load_of(whole))
+    totals = routing.RoutingTotals(jnp.sum(real), jnp.sum(jnp.any(real, 1)), routing.load_of(whole))
     sums = np.zeros((2, 3))
     for row, parts in enumerate(([slice(0, 6)], [slice(0, 1), slice(1, 4), slice(4, 6)])):
         for part in parts:

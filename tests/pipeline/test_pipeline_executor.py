@@ -20,10 +20,10 @@ from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Pipeline
 from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
 from jaxtrain.pipeline.stages import Stages
-from jaxtrain.pipeline.table import Shape
+from jaxtrain.pipeline.table import PipelineShape
 
-CONFIG = ModelConfig(vocab_size=48, d_model=16, n_layers=5, n_heads=2, d_ff=24, max_length=8, windows=[None, 3])
-MICROBATCHES, SLOPE = 4, 1.7
+CONFIG = ModelConfig(vocab_size=48, d_model=16, n_layers=5, n_heads=2, d_ff=24, max_seq_len=8, windows=[None, 3])
+MICROBATCHES, COTANGENT = 4, 1.7
 LAYERS = "layers"
 
 
@@ -58,7 +58,7 @@ def batch() -> dict[str, jax.Array]:
 
 def head(weights: Any, x_BLD: jax.Array, rows: dict[str, jax.Array]) -> Any:
     loss, scored = cross_entropy(MODEL.leave(weights, x_BLD), MODEL.head(weights), rows["labels"])
-    return SLOPE * loss, {"loss": loss, "scored": scored}
+    return COTANGENT * loss, {"loss": loss, "scored": scored}
 
 
 def one_after_another(params: Any) -> tuple[jax.Array, Any]:
@@ -76,7 +76,7 @@ def one_after_another(params: Any) -> tuple[jax.Array, Any]:
             reports.append(report)
         stats = jax.tree.map(lambda *each: jnp.stack(each), *reports)
         objective, sums = head(params, x_BLD, rows)
-        total += objective + SLOPE * jnp.sum(stats["objective"])
+        total += objective + COTANGENT * jnp.sum(stats["objective"])
         found.append({**sums, **stats})
     return total, jax.tree.map(lambda *each: sum(each), *found)
 
@@ -96,13 +96,13 @@ def test_gradients_and_reports_of_layers(name: str, chunks: int) -> None:
     want, sums = jax.jit(jax.grad(one_after_another, has_aux=True))(params)
     places = PLACES[chunks].astype(np.int32)
     stages = Stages(places, (LAYERS,) * places.shape[2], MODEL.stacks)
-    shape = Shape(2, chunks, MICROBATCHES)
+    shape = PipelineShape(2, chunks, MICROBATCHES)
     staged = {**params, LAYERS: jax.tree.map(partial(stages.to_stages, LAYERS), params[LAYERS])}
 
     def pipeline(weights: Any) -> Pipeline:
         return Pipeline(Chunk(MODEL, stages, weights, None), batch())
 
-    got, reported = jax.jit(lambda w: pipeline(w).gradients(make_schedule(name, shape), head, SLOPE))(staged)
+    got, reported = jax.jit(lambda w: pipeline(w).gradients(make_schedule(name, shape), head, COTANGENT))(staged)
     got = {**got, LAYERS: jax.tree.map(partial(stages.to_model, LAYERS), got[LAYERS])}
     error, path = worst_relative_error(jax.device_get(got), jax.device_get(want))
     assert error < 2e-5, path

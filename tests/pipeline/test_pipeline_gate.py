@@ -11,7 +11,7 @@ import pytest
 from runs import config_of, packed_rows, setup_of
 
 from jaxtrain.prove.compare import compare, guilty
-from jaxtrain.prove.measure import Bench, Outcome, newborn
+from jaxtrain.prove.measure import Bench, Outcome, random_state
 from jaxtrain.prove.verify import FAST_CPU
 from jaxtrain.train.setup import Setup
 
@@ -43,7 +43,7 @@ def alone(microbatches: int) -> tuple[Any, Outcome]:
     """A newborn state, and what one device makes of all rows at once."""
     rows = rows_of(microbatches)
     setup, plainly = bench(len(rows["tokens"]), 1, 1.0)
-    born = newborn(setup)
+    born = random_state(setup)
     return born, plainly.run(born, [rows])
 
 

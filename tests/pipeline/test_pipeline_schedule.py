@@ -15,24 +15,24 @@ from jaxtrain.pipeline.schedule import (
     Costs,
     Op,
     Order,
+    PipelineShape,
     ScheduleError,
-    Shape,
     classic_orders,
     forward_schedule,
     make_schedule,
-    plan_shape,
     read_csv,
+    schedule_shape,
     timeline,
     validate,
     write_csv,
 )
 from jaxtrain.pipeline.table import build, colour
 
-SHAPES = st.builds(Shape, st.integers(1, 6), st.integers(1, 3), st.integers(1, 20))
+SHAPES = st.builds(PipelineShape, st.integers(1, 6), st.integers(1, 3), st.integers(1, 20))
 NAMES = st.sampled_from(sorted(MAKERS))
 
 
-def bubble_formula(shape: Shape) -> float:
+def bubble_formula(shape: PipelineShape) -> float:
     """Requirements section 5: (P-1)/(vM+P-1)."""
     P, v, M = shape
     return (P - 1) / (v * M + P - 1)
@@ -52,7 +52,7 @@ WORKED = """
 
 
 def test_two_stages_three_microbatches_as_in_the_requirements() -> None:
-    shape = Shape(2, 1, 3)
+    shape = PipelineShape(2, 1, 3)
     # Forward and backward take one slot each.
     played = timeline(classic_orders(make_schedule("1f1b", shape)), shape, Costs(1, 1, 0))
     rows = [row.split() for row in WORKED.split("\n")[1:-1]]
@@ -69,14 +69,14 @@ def test_two_stages_three_microbatches_as_in_the_requirements() -> None:
 
 def test_four_stages_32_microbatches_idle_as_in_the_requirements() -> None:
     for name in ("gpipe", "1f1b"):
-        schedule = make_schedule(name, Shape(4, 1, 32))
+        schedule = make_schedule(name, PipelineShape(4, 1, 32))
         assert round(schedule.bubble(), 3) == round(3 / 35, 3) == 0.086
         assert round(timeline(classic_orders(schedule), schedule.shape).bubble, 3) == 0.086
 
 
 @settings(max_examples=120, deadline=None)
 @given(NAMES, SHAPES, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
-def test_bubble_and_ticks_are_the_closed_forms(name: str, shape: Shape, f: int, b: int, w: int) -> None:
+def test_bubble_and_ticks_are_the_closed_forms(name: str, shape: PipelineShape, f: int, b: int, w: int) -> None:
     """Both readings, any times of the pieces of work, also where P does not divide M."""
     P, v, M = shape
     schedule = make_schedule(name, shape)
@@ -101,7 +101,7 @@ def test_bubble_and_ticks_are_the_closed_forms(name: str, shape: Shape, f: int, 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 20))
 def test_microbatches_in_flight_are_the_closed_forms(P: int, v: int, M: int) -> None:
-    shape, stages = Shape(P, v, M), range(P)
+    shape, stages = PipelineShape(P, v, M), range(P)
     assert make_schedule("gpipe", shape).in_flight == [v * M] * P
     if v == 1:
         schedule = make_schedule("1f1b", shape)
@@ -121,18 +121,18 @@ def test_microbatches_in_flight_are_the_closed_forms(P: int, v: int, M: int) -> 
 def test_slots_do_not_grow_with_microbatches(name: str, chunks: int) -> None:
     counts = []
     for M in (8, 16, 32):
-        s = make_schedule(name, Shape(4, chunks, M))
+        s = make_schedule(name, PipelineShape(4, chunks, M))
         counts.append((s.input_slots, s.kept_slots, s.cotangent_slots, s.stored_slots))
     assert counts == [(1, 4 * (chunks - 1) + 7, 1, 4 * (name == "zero_bubble"))] * 3
 
 
 def test_gpipe_keeps_every_microbatch() -> None:
-    assert [make_schedule("gpipe", Shape(4, 1, M)).kept_slots for M in (4, 8, 16, 32)] == [4, 8, 16, 32]
+    assert [make_schedule("gpipe", PipelineShape(4, 1, M)).kept_slots for M in (4, 8, 16, 32)] == [4, 8, 16, 32]
 
 
 @settings(max_examples=150, deadline=None)
 @given(NAMES, SHAPES)
-def test_every_microbatch_goes_once_each_way_in_a_possible_order(name: str, shape: Shape) -> None:
+def test_every_microbatch_goes_once_each_way_in_a_possible_order(name: str, shape: PipelineShape) -> None:
     """Read from the finished columns alone; phases cover all ticks and hold all work."""
     P, v, M = shape
     schedule = make_schedule(name, shape)
@@ -171,8 +171,8 @@ def test_colouring_uses_as_many_slots_as_ever_live_at_once(spans: dict) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), NAMES, st.builds(Shape, st.integers(2, 4), st.integers(1, 2), st.integers(2, 8)))
-def test_a_table_with_one_wrong_slot_is_refused(data: st.DataObject, name: str, shape: Shape) -> None:
+@given(st.data(), NAMES, st.builds(PipelineShape, st.integers(2, 4), st.integers(1, 2), st.integers(2, 8)))
+def test_a_table_with_one_wrong_slot_is_refused(data: st.DataObject, name: str, shape: PipelineShape) -> None:
     schedule = make_schedule(name, shape)
     slots = [
         n for n in schedule.columns if not n.endswith(("microbatch", "chunk")) and (schedule.columns[n] >= 0).any()
@@ -186,7 +186,7 @@ def test_a_table_with_one_wrong_slot_is_refused(data: st.DataObject, name: str, 
 
 
 def test_a_slot_overwritten_while_it_lives_is_refused() -> None:
-    schedule = make_schedule("gpipe", Shape(2, 1, 3))
+    schedule = make_schedule("gpipe", PipelineShape(2, 1, 3))
     schedule.columns["f_kept"][:] = np.where(schedule.columns["f_kept"] >= 0, 0, -1)
     message = r"tick 1, stage 0: kept slot 0 still holds microbatch 0, where microbatch 1 of virtual stage 0 is written"
     with pytest.raises(ScheduleError, match=message):
@@ -218,18 +218,18 @@ def test_a_schedule_from_a_file(lines: list[str], error: str | None, tmp_path: P
     path = tmp_path / "own.csv"
     path.write_text("# two stages\n" * (error is None) + "\n".join(lines) + "\n")
     if error is None:
-        schedule = make_schedule(str(path), Shape(2, 1, 2))
+        schedule = make_schedule(str(path), PipelineShape(2, 1, 2))
         assert schedule.ticks == 6
         assert [phase.kinds for phase in schedule.phases] == ["F", "FB", "B"]
         assert timeline(classic_orders(schedule), schedule.shape, Costs(1, 1, 0)).time == 6
     else:
         with pytest.raises(ScheduleError, match=error):
-            make_schedule(str(path), Shape(2, 1, 2))
+            make_schedule(str(path), PipelineShape(2, 1, 2))
 
 
 @settings(max_examples=40, deadline=None)
 @given(NAMES, SHAPES)
-def test_a_written_file_is_read_back(tmp_path_factory: pytest.TempPathFactory, name: str, shape: Shape) -> None:
+def test_a_written_file_is_read_back(tmp_path_factory: pytest.TempPathFactory, name: str, shape: PipelineShape) -> None:
     schedule = make_schedule(name, shape)
     path = tmp_path_factory.mktemp("csv") / "table.csv"
     path.write_text(write_csv(schedule))
@@ -239,32 +239,32 @@ def test_a_written_file_is_read_back(tmp_path_factory: pytest.TempPathFactory, n
 
 
 def test_a_maker_of_ones_own() -> None:
-    def pairs(shape: Shape, in_lockstep: bool) -> list[Order]:
+    def pairs(shape: PipelineShape, in_lockstep: bool) -> list[Order]:
         """Two microbatches forward, two back."""
         groups = [range(m, min(m + 2, shape.microbatches)) for m in range(0, shape.microbatches, 2)]
         order = [Op(kind, m, 0) for group in groups for kind in "FB" for m in group]
         return [order] * shape.stages
 
-    schedule = make_schedule(pairs, Shape(3, 1, 6))
+    schedule = make_schedule(pairs, PipelineShape(3, 1, 6))
     assert schedule.name == "pairs"
     assert max(schedule.in_flight) == 2
     assert schedule.bubble() > bubble_formula(schedule.shape)
 
 
 def test_orders_that_wait_for_each_other_are_refused() -> None:
-    def crossed(shape: Shape, in_lockstep: bool) -> list[Order]:
+    def crossed(shape: PipelineShape, in_lockstep: bool) -> list[Order]:
         ahead = [Op("F", 0, 0), Op("B", 0, 0), Op("F", 1, 0), Op("B", 1, 0)]
         return [ahead, [Op("F", 1, 0), Op("F", 0, 0), Op("B", 0, 0), Op("B", 1, 0)]]
 
     with pytest.raises(ScheduleError, match="stage 0 at B0 for B0 of stage 1; stage 1 at F1 for F1 of stage 0"):
-        make_schedule(crossed, Shape(2, 1, 2))
+        make_schedule(crossed, PipelineShape(2, 1, 2))
     with pytest.raises(ScheduleError, match="wait for each other"):
-        timeline(crossed(Shape(2, 1, 2), False), Shape(2, 1, 2))
+        timeline(crossed(PipelineShape(2, 1, 2), False), PipelineShape(2, 1, 2))
 
 
 @settings(max_examples=40, deadline=None)
 @given(SHAPES)
-def test_evaluation_fills_and_drains_once(shape: Shape) -> None:
+def test_evaluation_fills_and_drains_once(shape: PipelineShape) -> None:
     schedule = forward_schedule(shape)
     assert [phase.kinds for phase in schedule.phases] == ["F"]
     assert schedule.kept_slots == schedule.cotangent_slots == schedule.stored_slots == 0
@@ -274,13 +274,13 @@ def test_evaluation_fills_and_drains_once(shape: Shape) -> None:
 
 def test_unknown_schedule_names_its_neighbour() -> None:
     with pytest.raises(ConfigError, match=r"pipeline.schedule '1f1' is unknown.*1f1b.*csv"):
-        make_schedule("1f1", Shape(2, 1, 2))
+        make_schedule("1f1", PipelineShape(2, 1, 2))
     with pytest.raises(ConfigError, match=r"no_such.csv: No such file"):
-        make_schedule("no_such.csv", Shape(2, 1, 2))
+        make_schedule("no_such.csv", PipelineShape(2, 1, 2))
 
 
 def test_microbatches_are_the_accumulation() -> None:
-    assert plan_shape(PipelineConfig(schedule="interleaved"), 4, 8) == Shape(4, 2, 8)
-    assert plan_shape(PipelineConfig(microbatches=8, chunks=3), 4, 8) == Shape(4, 3, 8)
+    assert schedule_shape(PipelineConfig(schedule="interleaved"), 4, 8) == PipelineShape(4, 2, 8)
+    assert schedule_shape(PipelineConfig(microbatches=8, chunks=3), 4, 8) == PipelineShape(4, 3, 8)
     with pytest.raises(ConfigError, match=r"pipeline.microbatches 4 is not train.accumulation 8"):
-        plan_shape(PipelineConfig(microbatches=4), 4, 8)
+        schedule_shape(PipelineConfig(microbatches=4), 4, 8)

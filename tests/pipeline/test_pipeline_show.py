@@ -29,7 +29,11 @@ def test_configuration_b_lies_on_the_nodes_of_the_requirements() -> None:
     sizes = picture.laid.topology.sizes
     assert (sizes["tensor"], sizes["pipe"], sizes["data"]) == (8, 4, 2)
     assert picture.laid.topology.crossings()["tensor"] == 1
-    assert (picture.plan.microbatch, picture.plan.accumulation, picture.plan.global_batch) == (2, 32, 128)
+    assert (picture.batch_shape.microbatch, picture.batch_shape.accumulation, picture.batch_shape.global_batch) == (
+        2,
+        32,
+        128,
+    )
     assert picture.schedule.bubble() == pytest.approx(3 / 35)
     eight = shown("llama3_8b_pipe", "train.accumulation=8", "train.global_batch=32")
     assert eight.schedule.bubble() == pytest.approx(3 / 11)

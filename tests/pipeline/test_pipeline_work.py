@@ -18,12 +18,12 @@ from jaxtrain.observe.flops import matmul_weights
 from jaxtrain.ops.loss import cross_entropy
 from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Pipeline
-from jaxtrain.pipeline.schedule import MAKERS, Op, Order, Shape, make_schedule, write_csv
+from jaxtrain.pipeline.schedule import MAKERS, Op, Order, PipelineShape, make_schedule, write_csv
 from jaxtrain.pipeline.split import split_layers
 from jaxtrain.pipeline.stages import Stages
-from jaxtrain.plan.flops import count_flops
-from jaxtrain.plan.hlo import read_program
-from jaxtrain.train.batch import place
+from jaxtrain.program.flops import count_flops
+from jaxtrain.program.hlo import read_program
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.setup import Setup
 
 LAYERS = "layers"
@@ -70,7 +70,7 @@ def test_matmuls_are_those_of_the_table(schedule: str, microbatches: int, chunks
     branch, which the count takes in every tick and a device only where the table says.
     """
     setup = piped(schedule, microbatches, stages, pipeline={"schedule": schedule, "chunks": chunks})
-    model, table = setup.config.model, make_schedule(schedule, Shape(stages, chunks, microbatches))
+    model, table = setup.config.model, make_schedule(schedule, PipelineShape(stages, chunks, microbatches))
     head = model.d_model * model.vocab_size
     weights = 2 * LENGTH * (matmul_weights(model) - head) // model.n_layers
     scores = 4 * LENGTH * LENGTH * model.n_heads * model.width_of_head
@@ -101,7 +101,7 @@ def test_what_is_kept_is_not_computed_again(remat: dict[str, Any], saved: str) -
     d, e = model.d_model, model.width_of_head
     products = {"out": model.n_heads * e * d}
     products["all"] = products["out"] + d * e * (model.n_heads + 2 * model.kv_heads) + 2 * d * model.d_ff
-    places = make_schedule("1f1b", Shape(2, 1, 4)).places("B")
+    places = make_schedule("1f1b", PipelineShape(2, 1, 4)).places("B")
     assert full - kept == places * 2 * 2 * LENGTH * products[saved]
 
 
@@ -111,7 +111,7 @@ def test_attention_whose_output_is_kept_is_not_computed_again() -> None:
     tiles = {"backend": "xla"}
     remats = {"policy": "full"}, {"policy": "names", "names": ["attention_out"]}
     full, kept = (executed(piped("1f1b", 4, remat=each, attention=tiles)) for each in remats)
-    model, places = piped("1f1b", 4).config.model, make_schedule("1f1b", Shape(2, 1, 4)).places("B")
+    model, places = piped("1f1b", 4).config.model, make_schedule("1f1b", PipelineShape(2, 1, 4)).places("B")
     assert full - kept == places * 2 * 2 * LENGTH * LENGTH * model.n_heads * model.width_of_head
 
 
@@ -141,11 +141,11 @@ def test_ticks_run_as_the_table_says_and_the_head_once_a_microbatch(
     schedule: str, chunks: int, microbatches: int
 ) -> None:
     """Counted at run time, four stages: the embedding runs with every place of F and of B, the head for no idle one."""
-    config = ModelConfig(vocab_size=48, d_model=16, n_layers=8, n_heads=2, d_ff=24, max_length=8)
+    config = ModelConfig(vocab_size=48, d_model=16, n_layers=8, n_heads=2, d_ff=24, max_seq_len=8)
     model = Counted(config, build(config).graph, build(config).params)
     split = split_layers(model.stacks, 4, chunks)
     stages = Stages(split.places, split.pattern, model.stacks)
-    table = make_schedule(schedule, Shape(4, chunks, microbatches))
+    table = make_schedule(schedule, PipelineShape(4, chunks, microbatches))
     batch = packed_rows(0, microbatches * 4, 8, 48)
     batch = {name: jax.numpy.asarray(each.reshape(microbatches, 4, 8)) for name, each in batch.items()}
 
@@ -166,22 +166,22 @@ def test_ticks_run_as_the_table_says_and_the_head_once_a_microbatch(
         assert table.places("F") == chunks * microbatches + 3
 
 
-def pairs(shape: Shape, in_lockstep: bool) -> list[Order]:
+def pairs(shape: PipelineShape, in_lockstep: bool) -> list[Order]:
     """Two microbatches forward, two back."""
     groups = [range(m, min(m + 2, shape.microbatches)) for m in range(0, shape.microbatches, 2)]
     return [[Op(kind, m, 0) for group in groups for kind in "FB" for m in group]] * shape.stages
 
 
 def gradients(setup: Setup) -> Any:
-    params = setup.create_state()["params"]
-    batch = place(packed_rows(0, rows=setup.plan.global_batch), 0, setup.plan, setup.batch_sharding)
+    params = setup.init_state()["params"]
+    batch = shard_batch(packed_rows(0, rows=setup.batch_shape.global_batch), 0, setup.batch_shape, setup.batch_sharding)
     return jax.device_get(jax.jit(setup.step.gradients)(params, batch, 1.0)[0])
 
 
 def test_schedules_of_ones_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function entered as a row of MAKERS, and the same table with a tick of rest in its middle as a file."""
     monkeypatch.setitem(MAKERS, "pairs", pairs)
-    lines = write_csv(make_schedule("pairs", Shape(2, 1, 4))).splitlines()
+    lines = write_csv(make_schedule("pairs", PipelineShape(2, 1, 4))).splitlines()
     path = tmp_path / "own.csv"
     path.write_text("\n".join(["# rest in the middle", *lines[:4], ",", *lines[4:]]) + "\n")
     want = gradients(setup_of(config_of(train={"global_batch": 8, "accumulation": 4}), devices=1))

@@ -45,11 +45,11 @@ def setup_on(name: str, optimizer: str) -> Setup:
 
 def full_state(setup: Setup) -> Any:
     """A state whose every leaf, moments too, is told apart from any other, empty places being zero."""
-    saved = setup.saved
+    saved = setup.checkpoint_layout
     leaves = jax.tree.leaves(saved)
     rng = np.random.default_rng(0)
     values = [jax.device_put(rng.integers(1, 100, leaf.shape).astype(leaf.dtype), leaf.sharding) for leaf in leaves]
-    return setup.from_saved(jax.tree.unflatten(jax.tree.structure(saved), values))
+    return setup.from_checkpoint(jax.tree.unflatten(jax.tree.structure(saved), values))
 
 
 @pytest.mark.parametrize(
@@ -67,17 +67,17 @@ def test_every_mesh_restores_every_other(tmp_path: Path, source: str, optimizer:
     state = full_state(setup)
     assert any(jax.tree.leaves(setup._reordered)), "this layout needs no reordering: choose another"
     checkpoints = Checkpoints(tmp_path / "checkpoints", setup.config.checkpoint)
-    checkpoints.save(1, setup.to_saved(state), {}, {})
-    marks = digest(setup.to_saved(state))
+    checkpoints.save(1, setup.to_checkpoint(state), {}, {})
+    marks = digest(setup.to_checkpoint(state))
     for name in MESHES:
         other = setup_on(name, optimizer)
-        found = checkpoints.restore(other.saved)
+        found = checkpoints.restore(other.checkpoint_layout)
         assert found is not None and digest(found.state) == marks
-        there = other.from_saved(found.state)
+        there = other.from_checkpoint(found.state)
         for leaf, want in zip(jax.tree.leaves(there), jax.tree.leaves(other.abstract), strict=True):
             assert leaf.shape == want.shape and leaf.sharding == want.sharding
         for got, want in zip(
-            jax.tree.leaves(other.to_saved(there)), jax.tree.leaves(setup.to_saved(state)), strict=True
+            jax.tree.leaves(other.to_checkpoint(there)), jax.tree.leaves(setup.to_checkpoint(state)), strict=True
         ):
             np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
     checkpoints.close()
@@ -85,9 +85,9 @@ def test_every_mesh_restores_every_other(tmp_path: Path, source: str, optimizer:
 
 @pytest.mark.prove
 def test_a_newborn_state_is_that_of_one_device() -> None:
-    want = setup_on("one device", "adamw").create_state()["params"]
+    want = setup_on("one device", "adamw").init_state()["params"]
     setup = setup_on("pipe=4, empty places", "adamw")
-    got = setup.to_saved(setup.create_state())["params"]
+    got = setup.to_checkpoint(setup.init_state())["params"]
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-6, atol=1e-8)
 
@@ -130,12 +130,12 @@ def test_killed_runs_go_on_with_other_pipelines(tmp_path: Path) -> None:
         text = "\n".join(f"def f{n}_{i}(x):\n    return x + {i * n}  # {'abc' * (i % 5)}\n" for i in range(9))
         (tmp_path / "corpus" / f"{n}.py").write_text(text)
     tree = {
-        "model": {"vocab_size": 320, "d_model": 32, "n_layers": 6, "n_heads": 2, "d_ff": 64, "max_length": 32},
+        "model": {"vocab_size": 320, "d_model": 32, "n_layers": 6, "n_heads": 2, "d_ff": 64, "max_seq_len": 32},
         "data": {
-            "sources": [{"text": str(tmp_path / "corpus")}], "tokenizer": {"vocab_size": 320}, "length": 32,
+            "sources": [{"text": str(tmp_path / "corpus")}], "tokenizer": {"vocab_size": 320}, "seq_len": 32,
             "cache": str(tmp_path / "cache"), "held_out": 0.2,
         },
-        "train": {"updates": 9, "global_batch": 8, "accumulation": 4, "sample_tokens": 4},
+        "train": {"steps": 9, "global_batch": 8, "accumulation": 4, "sample_tokens": 4},
         "optimizer": {"learning_rate": 1e-2, "warmup": 2, "total": 9},
         "checkpoint": {"every": 3},
         "eval": {"every": 3, "batches": 1},

@@ -14,23 +14,23 @@ import pytest
 from runs import config_of, setup_of
 
 from jaxtrain.config import load_config, validate
-from jaxtrain.plan.compile import compile_for
-from jaxtrain.plan.report import Report
+from jaxtrain.program.compile import compile_for
+from jaxtrain.program.report import ProgramReport
 
 P, LAYERS, D, L = 4, 8, 256, 256
 TICKS = 8 + P - 1
 
 
 @cache
-def report(*presets: str, remat: str = "full") -> Report:
+def report(*presets: str, remat: str = "full") -> ProgramReport:
     """Eight microbatches through four stages of two layers on 16 H100: data 2 x pipe 4 x tensor 2."""
     return compile_for(
         validate(
             {
                 "model": {
-                    "vocab_size": 1024, "d_model": D, "n_layers": LAYERS, "n_heads": 8, "d_ff": 1024, "max_length": L,
+                    "vocab_size": 1024, "d_model": D, "n_layers": LAYERS, "n_heads": 8, "d_ff": 1024, "max_seq_len": L,
                 },
-                "data": {"length": L, "tokenizer": {"vocab_size": 1024}},
+                "data": {"seq_len": L, "tokenizer": {"vocab_size": 1024}},
                 "train": {"global_batch": 32, "accumulation": 8},
                 "precision": {"compute": "bfloat16"},
                 "remat": {"policy": remat},

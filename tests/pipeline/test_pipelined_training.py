@@ -16,7 +16,7 @@ from runs import LENGTH, ROWS, config_of, packed_rows, setup_of, train_on, worst
 from jaxtrain.config import ConfigError
 from jaxtrain.ops.loss import IGNORE
 from jaxtrain.pipeline.stages import Stages
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.setup import Setup
 
 BATCHES = [packed_rows(seed) for seed in range(3)]
@@ -107,8 +107,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def gradients_of(setup: Setup, rows: Any = BATCHES[0]) -> tuple[Any, dict[str, Any]]:
     """Gradients of 3 x the loss in the model's order of layers, and sums."""
-    params = setup.create_state()["params"]
-    batch = place(rows, 0, setup.plan, setup.batch_sharding)
+    params = setup.init_state()["params"]
+    batch = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
     gradients, sums = jax.device_get(jax.jit(setup.step.gradients)(params, batch, 3.0))
     stages = getattr(setup.model, "stages", None)
     if stages is not None:
@@ -179,11 +179,11 @@ def test_layers_of_two_kinds_lie_on_any_stage(model: dict[str, Any], sections: S
 def test_dense_layers_survive_a_checkpoints_order() -> None:
     """Parameters and moments of both stacks come back from stage order, bit for bit."""
     setup = setup_of(config_of(**pipe(4, 4, model=TWO_AND_TWO)), 4)
-    state = setup.create_state()
-    saved = setup.to_saved(state)
+    state = setup.init_state()
+    saved = setup.to_checkpoint(state)
     rows = {stack: {leaf.shape[0] for leaf in jax.tree.leaves(saved["params"][stack])} for stack in setup.model.stacks}
     assert rows == {"dense_layers": {5}, "layers": {4}}
-    for got, want in zip(jax.tree.leaves(setup.from_saved(saved)), jax.tree.leaves(state), strict=True):
+    for got, want in zip(jax.tree.leaves(setup.from_checkpoint(saved)), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(got, want)
 
 
@@ -220,10 +220,12 @@ def test_clipped_updates_and_held_out_loss() -> None:
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert other["grad_norm"] > 0.1, "nothing was clipped"
-    error, path = worst_relative_error(piped.to_saved(moved)["params"], state["params"])
+    error, path = worst_relative_error(piped.to_checkpoint(moved)["params"], state["params"])
     assert error < 1e-4, path
     sums = [
-        jax.device_get(jax.jit(setup.step.evaluate)(params, place(BATCHES[1], 0, setup.plan, setup.batch_sharding)))
+        jax.device_get(
+            jax.jit(setup.step.evaluate)(params, shard_batch(BATCHES[1], 0, setup.batch_shape, setup.batch_sharding))
+        )
         for setup, params in ((alone, state["params"]), (piped, moved["params"]))
     ]
     assert sums[1][0] == pytest.approx(sums[0][0], rel=1e-5) and sums[0][1] == sums[1][1] > 0
@@ -237,7 +239,7 @@ def test_logits_for_sampling_come_through_the_stages() -> None:
     ids = np.arange(7)[None] * 5
     positions, segments = np.arange(7)[None], np.ones((1, 7), np.int32)
     want, got = (
-        jax.device_get(jax.jit(setup.model.logits)(setup.create_state()["params"], ids, positions, segments))
+        jax.device_get(jax.jit(setup.model.logits)(setup.init_state()["params"], ids, positions, segments))
         for setup in (alone, piped)
     )
     assert worst_relative_error(got, want)[0] < 1e-5

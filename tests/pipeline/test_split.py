@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxtrain.config import ConfigError, PipelineConfig, load_config
 from jaxtrain.nn.model import build
-from jaxtrain.pipeline.split import Loop, loops_of, plan_split, split_layers
+from jaxtrain.pipeline.split import Loop, loops_of, split_layers, split_stages
 
 
 def all_splits(n: int, runs: int) -> list[tuple[int, ...]]:
@@ -49,9 +49,9 @@ def test_head_and_embedding_take_layers_from_the_ends() -> None:
 def test_configuration_b_has_eight_layers_a_stage() -> None:
     """Requirements section 5: layers 1-8, 9-16, 17-24, 25-32; the head is 2.4 layers, but a ninth place costs more."""
     model = build(load_config("models/llama3_8b").model)
-    split = plan_split(model, PipelineConfig(), 4, 1)
+    split = split_stages(model, PipelineConfig(), 4, 1)
     assert split.runs == [range(8), range(8, 16), range(16, 24), range(24, 32)]
-    assert plan_split(model, PipelineConfig(stages=[9, 8, 8, 7]), 4, 1).counts == (9, 8, 8, 7)
+    assert split_stages(model, PipelineConfig(stages=[9, 8, 8, 7]), 4, 1).counts == (9, 8, 8, 7)
 
 
 def test_chunks_take_turns() -> None:
@@ -135,7 +135,7 @@ def test_repetitions_are_loops() -> None:
 def test_dense_layers_come_first() -> None:
     """DeepSeek-V3 on four stages: three dense layers, then mixtures; a mixture costs what a token meets of it."""
     model = build(load_config("models/deepseek_v3").model)
-    split = plan_split(model, PipelineConfig(), 4, 1)
+    split = split_stages(model, PipelineConfig(), 4, 1)
     assert split.pattern == ("dense_layers",) * 3 + ("layers",) * 15
     assert split.counts[0] > split.counts[-1]
     assert split.places[0, 0, :3].tolist() == [0, 1, 2] and (split.places[1:, 0, :3] == -1).all()

@@ -20,15 +20,15 @@ from jaxtrain import optim
 from jaxtrain.config import load_config
 from jaxtrain.data import IGNORE
 from jaxtrain.data.packing import fill
-from jaxtrain.mesh.rules import active_axes, manual
+from jaxtrain.mesh.rules import active_axes, shard_mapped
 from jaxtrain.nn.model import Model
 from jaxtrain.numerics.counter import counter_add
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops import attention, linear
 from jaxtrain.prove.shrink import shrink
-from jaxtrain.prove.verify import Proof, Result
+from jaxtrain.prove.verify import Result, Verifier
 from jaxtrain.train import step as step_module
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.step import Step
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -38,15 +38,15 @@ REPLICAS, TENSOR = "data=2", "data=1, tensor=2, rules.preset=[tensor]"
 
 def in_update(change: Callable[[pytest.MonkeyPatch, Step, Any], None]) -> Plant:
     """A fault of the update that needs to know the step or its state while it is traced."""
-    real = Step.update
+    real = Step.train_step
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        def update(self: Step, state: Any, batch: Any) -> Any:
+        def train_step(self: Step, state: Any, batch: Any) -> Any:
             with pytest.MonkeyPatch.context() as inner:
                 change(inner, self, state)
                 return real(self, state, batch)
 
-        patch.setattr(Step, "update", update)
+        patch.setattr(Step, "train_step", train_step)
 
     return plant
 
@@ -79,7 +79,7 @@ def down_projection(reduce: Callable[[jax.Array, Any], jax.Array]) -> Plant:
             if not axes or equation != "BLF,FD->BLD":
                 return real(equation, x, w)
             specs = (PartitionSpec(None, None, axes), PartitionSpec(axes))
-            body = manual(lambda x, w: reduce(jnp.einsum(equation, x, w), axes), specs, PartitionSpec())
+            body = shard_mapped(lambda x, w: reduce(jnp.einsum(equation, x, w), axes), specs, PartitionSpec())
             return body(x, w)
 
         patch.setattr(linear, "contract", contract)
@@ -136,7 +136,7 @@ def rows(change: Callable[[dict[str, np.ndarray]], None]) -> Plant:
         change(batch)
         return batch
 
-    return lambda patch: patch.setattr("jaxtrain.prove.rows.fill", faulty)
+    return lambda patch: patch.setattr("jaxtrain.prove.batches.fill", faulty)
 
 
 def label_of_the_next_document(batch: dict[str, np.ndarray]) -> None:
@@ -155,7 +155,7 @@ def replicas_read_the_same(patch: pytest.MonkeyPatch) -> None:
             name: np.concatenate([field[: len(field) // plan.replicas]] * plan.replicas)
             for name, field in batch.items()
         }
-        return place(same, first, plan, sharding)
+        return shard_batch(same, first, plan, sharding)
 
     patch.setattr("jaxtrain.prove.measure.place", faulty)
 
@@ -231,7 +231,7 @@ LATER = {
 
 
 def verdicts(layout: str, model: str = "models/llama3_8b.yaml") -> list[Result]:
-    proof = Proof(shrink(load_config(model)), jax.devices()[:2])
+    proof = Verifier(shrink(load_config(model)), jax.devices()[:2])
     laid = proof.run(proof.compile(layout))
     return [laid, proof.rule()] if laid.status == "passed" else [laid]
 

@@ -13,11 +13,11 @@ import pytest
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import CheckpointConfig, ConfigError, RunConfig, load_config, replace
 from jaxtrain.data import IGNORE
+from jaxtrain.prove.batches import hostile_steps, repacked
 from jaxtrain.prove.layouts import BACKENDS, DENSE, PIPELINE, SEQUENCE, layout_of
-from jaxtrain.prove.measure import Bench, newborn
-from jaxtrain.prove.rows import hostile_updates, repacked
+from jaxtrain.prove.measure import Bench, random_state
 from jaxtrain.prove.shrink import LENGTH, ROWS, VOCAB, shrink
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.setup import resolve
 from jaxtrain.train.step import compile_step
 
@@ -29,10 +29,10 @@ REST = [name for name in (*DENSE, *BACKENDS, *SEQUENCE, *PIPELINE) if name not i
 
 def curve(config: RunConfig, devices: int, packing: str | None = None) -> list[dict[str, float]]:
     setup = resolve(config, jax.devices()[:devices])
-    updates = hostile_updates(ROWS, LENGTH, VOCAB)
+    updates = hostile_steps(ROWS, LENGTH, VOCAB)
     laid = [repacked(update, packing, LENGTH) if packing else update for update in updates]
-    batches = [update.packed(setup.plan.global_batch, LENGTH) for update in laid] * 3
-    return Bench(setup, 1.0).run(newborn(setup), batches).metrics
+    batches = [update.packed(setup.batch_shape.global_batch, LENGTH) for update in laid] * 3
+    return Bench(setup, 1.0).run(random_state(setup), batches).metrics
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ def test_float16_overflow_skips_holds_the_schedule_recovers_and_is_restored(tmp_
         shrink(load_config("models/llama3_8b.yaml")),
         "precision.compute=float16", "precision.scale_init=4096", "precision.scale_growth_every=2",
         # A rate that no two updates share.
-        "optimizer.schedule=linear", "optimizer.warmup=0", "train.updates=100",
+        "optimizer.schedule=linear", "optimizer.warmup=0", "train.steps=100",
     )  # fmt: skip
     before = _Run(layout_of(small, "data=2, rules.preset=[zero2], train.accumulation=2", 8).config, 2)
-    state = before.setup.adopt_state(newborn(before.setup)["params"])
+    state = before.setup.state_from_params(random_state(before.setup)["params"])
     state = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), state, before.setup.abstract)
     # Planted: a scale at which a cotangent of 1 is beyond float16.
     state["scaler"]["scale"] = jax.device_put(np.float32(2.0**24), before.setup.abstract["scaler"]["scale"].sharding)
@@ -107,9 +107,9 @@ class _Run:
     def __init__(self, config: RunConfig, devices: int) -> None:
         self.setup = resolve(config, jax.devices()[:devices])
         self._step = compile_step(self.setup.step, self.setup.abstract, self.setup.abstract_batch)
-        rows = hostile_updates(ROWS, LENGTH, VOCAB)[0].packed(ROWS, LENGTH)
+        rows = hostile_steps(ROWS, LENGTH, VOCAB)[0].packed(ROWS, LENGTH)
         assert (rows["labels"] != IGNORE).any()
-        self._batch = place(rows, 0, self.setup.plan, self.setup.batch_sharding)
+        self._batch = shard_batch(rows, 0, self.setup.batch_shape, self.setup.batch_sharding)
 
     def update(self, state: Any) -> tuple[Any, dict[str, Any]]:
         state, metrics = self._step(state, self._batch)

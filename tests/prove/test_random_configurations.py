@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxtrain.config import ConfigError, RunConfig, validate
 from jaxtrain.prove.shrink import shrink
-from jaxtrain.prove.verify import Proof
+from jaxtrain.prove.verify import Verifier
 
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 SETTING = re.compile(r"\b(mesh|rules|train|model|remat|data|attention|pipeline)\.[a-z_]+|--devices|activation [a-z]+")
@@ -48,7 +48,7 @@ def holds(model: dict[str, Any], layout: dict[str, Any]) -> str:
     config = config_of(model)
     if config is None:
         return "refused"
-    proof = Proof(config, jax.devices())
+    proof = Verifier(config, jax.devices())
     compiled = proof.compile(", ".join(f"{key}={str(value).replace(chr(39), '')}" for key, value in layout.items()))
     result = proof.run(compiled)
     if result.status == "refused":

@@ -14,7 +14,7 @@ from jaxtrain.config import validate
 from jaxtrain.data.packing import PACKERS
 from jaxtrain.pipeline.schedule import MAKERS
 from jaxtrain.prove.shrink import LAYERS, ROWS, shrink
-from jaxtrain.prove.verify import Proof
+from jaxtrain.prove.verify import Verifier
 
 # Each example compiles for seconds: one that fails is told as it was drawn.
 QUIET: dict[str, Any] = {
@@ -55,7 +55,7 @@ def pipelines(draw: st.DrawFn) -> tuple[dict[str, Any], str]:
 
 
 def holds(model: dict[str, Any], layout: str) -> None:
-    proof = Proof(shrink(validate({"model": {"n_heads": 4, "d_model": 64, **model}})), jax.devices())
+    proof = Verifier(shrink(validate({"model": {"n_heads": 4, "d_model": 64, **model}})), jax.devices())
     result = proof.run(proof.compile(layout))
     assert result.status == "passed", result
 

@@ -21,11 +21,11 @@ from jaxtrain.cli import main
 from jaxtrain.config import CONFIG_ROOT, ConfigError, load_config, replace, validate
 from jaxtrain.data import IGNORE
 from jaxtrain.data.packing import PACKERS
-from jaxtrain.pipeline.schedule import MAKERS, plan_shape
+from jaxtrain.pipeline.schedule import MAKERS, schedule_shape
+from jaxtrain.prove.batches import hostile_steps, repacked, scrambled
 from jaxtrain.prove.compare import BOUNDS, Check, compare, guilty
 from jaxtrain.prove.layouts import DENSE, EXPERTS, FILE, PIPELINE, SEQUENCE, layout_of, names_of
 from jaxtrain.prove.measure import Outcome
-from jaxtrain.prove.rows import hostile_updates, repacked, scrambled
 from jaxtrain.prove.shrink import LENGTH, ROWS, VOCAB, shrink
 from jaxtrain.prove.verify import RULE, verify
 
@@ -110,7 +110,7 @@ def test_the_table_covers_what_it_should() -> None:
 def test_pipelines_cover_every_schedule_and_every_partner() -> None:
     small = shrink(load_config("models/mixtral_8x7b.yaml"))
     rows = [layout_of(small, name, 8).config for name in (*PIPELINE, *EXPERTS) if "pipe=" in name]
-    met = {(c.mesh.pipe, c.pipeline.schedule, plan_shape(c.pipeline, c.mesh.pipe, 4).chunks) for c in rows}
+    met = {(c.mesh.pipe, c.pipeline.schedule, schedule_shape(c.pipeline, c.mesh.pipe, 4).chunks) for c in rows}
     assert {(stages, schedule) for stages, schedule, _ in met} == set(product((2, 4), MAKERS))
     assert {(4, "zero_bubble", 2), (4, "zero_bubble", 1), (2, "zero_bubble", 1), (2, "zero_bubble", 2)} <= met
     ratios = {c.train.accumulation / c.mesh.pipe for c in rows}
@@ -119,7 +119,7 @@ def test_pipelines_cover_every_schedule_and_every_partner() -> None:
     assert partners >= set(product((2, 4), ("data", "tensor", "seq", "expert")))
     presets = {preset for c in rows for preset in c.rules.preset}
     assert presets >= {"ddp", "zero1", "zero2", "fsdp", "hybrid_fsdp", "tensor", "tensor_sequence"}
-    assert {c.attention.context for c in rows if c.mesh.seq > 1} == {"ring", "all_gather", "ulysses"}
+    assert {c.attention.context_parallel for c in rows if c.mesh.seq > 1} == {"ring", "all_gather", "ulysses"}
     assert {c.data.packing for c in rows} >= set(PACKERS)
     assert sum(c.pipeline.stages != "auto" for c in rows) >= 3
     assert {c.remat.every for c in rows} == {1, 2}
@@ -168,13 +168,13 @@ def test_shrinking_a_mixture_with_latent_attention() -> None:
             "vocab_size": 129280, "d_model": 7168, "n_layers": 61, "n_heads": 128, "head_dim": 128, "d_ff": 18432,
             "moe": {
                 "experts": 256, "top_k": 8, "d_ff": 2048, "shared": 1, "first_dense": 3, "router": "sigmoid_chosen",
-                "groups": 8, "groups_kept": 4, "balance": "sequence", "bias_rate": 1e-3, "scale": 2.5,
+                "groups": 8, "top_groups": 4, "balance": "sequence", "bias_rate": 1e-3, "scale": 2.5,
             },
             "mla": {"kv_rank": 512, "q_rank": 1536, "rope_dim": 64, "v_dim": 128}, "mtp": 1,
         },
     })  # fmt: skip
     small = shrink(deepseek).model
-    assert (small.moe.experts, small.moe.top_k, small.moe.groups, small.moe.groups_kept) == (8, 2, 2, 1)
+    assert (small.moe.experts, small.moe.top_k, small.moe.groups, small.moe.top_groups) == (8, 2, 2, 1)
     assert (small.moe.shared, small.moe.first_dense, small.moe.router, small.moe.scale) == (1, 1, "sigmoid_chosen", 2.5)
     assert small.moe.balance == "sequence" and small.moe.balance_weight > 0 and small.moe.bias_rate == 1e-3
     assert small.mla.kv_rank and small.mla.q_rank and small.mla.v_dim == small.width_of_head and small.mtp == 1
@@ -200,7 +200,7 @@ def test_any_head_count_and_pattern_shrinks_to_a_valid_model(
 
 
 def test_the_data_are_hostile() -> None:
-    mixed, odd, half = hostile_updates(ROWS, LENGTH, VOCAB)
+    mixed, odd, half = hostile_steps(ROWS, LENGTH, VOCAB)
     sizes = [[size for _, _, size in row] for row in mixed.rows]
     assert sizes[: ROWS // 4] == [[]] * (ROWS // 4) and [LENGTH] in sizes and [1, 1, 1, LENGTH - 3] in sizes
     batches = [update.packed(ROWS, LENGTH) for update in (mixed, odd, half)]
@@ -214,7 +214,7 @@ def test_the_data_are_hostile() -> None:
 
 @pytest.mark.parametrize("packing", PACKERS)
 def test_every_packer_lays_the_same_targets(packing: str) -> None:
-    for update in hostile_updates(ROWS, LENGTH, VOCAB):
+    for update in hostile_steps(ROWS, LENGTH, VOCAB):
         laid = repacked(update, packing, LENGTH)
         packed, alone = laid.packed(64, LENGTH), laid.alone(80, LENGTH)
         for field in ("tokens", "labels", "positions"):
@@ -224,7 +224,7 @@ def test_every_packer_lays_the_same_targets(packing: str) -> None:
 
 
 def test_scrambling_touches_only_what_no_scored_token_sees() -> None:
-    batch = hostile_updates(ROWS, LENGTH, VOCAB)[0].packed(ROWS, LENGTH)
+    batch = hostile_steps(ROWS, LENGTH, VOCAB)[0].packed(ROWS, LENGTH)
     changed = scrambled(batch, VOCAB, LENGTH, tails=True)
     np.testing.assert_array_equal(changed["labels"], batch["labels"])
     np.testing.assert_array_equal(changed["segments"], batch["segments"])
@@ -241,28 +241,28 @@ def test_scrambling_touches_only_what_no_scored_token_sees() -> None:
 
 def outcome(weight: float, bias: float, norm: float = 1.0) -> Outcome:
     params = {"head": {"weight": np.full(3, weight), "bias": np.full(3, bias)}}
-    state = {"params": params, "opt": (), "updates": np.int32(1), "tokens": np.zeros(2, np.int32)}
+    state = {"params": params, "opt": (), "steps": np.int32(1), "tokens": np.zeros(2, np.int32)}
     return Outcome([params], [{"loss": np.float32(1)}], [{"grad_norm": np.float64(norm)}], [state])
 
 
 def test_the_guilty_leaf_is_the_worst_of_the_first_kind_that_fails() -> None:
-    born = {"params": {"head": {"weight": np.zeros(3), "bias": np.zeros(3)}}}
+    initial = {"params": {"head": {"weight": np.zeros(3), "bias": np.zeros(3)}}}
     good = outcome(1.0, 0.5)
-    assert guilty(compare(good, good, born)) is None
-    check = guilty(compare(outcome(1.0, 0.6, norm=9.0), good, born))
+    assert guilty(compare(good, good, initial)) is None
+    check = guilty(compare(outcome(1.0, 0.6, norm=9.0), good, initial))
     assert check is not None and (check.kind, check.leaf) == ("gradient", "head/bias")
     assert check.error == pytest.approx(0.2)
-    check = guilty(compare(outcome(1.0, 0.5, norm=1.1), good, born))
+    check = guilty(compare(outcome(1.0, 0.5, norm=1.1), good, initial))
     assert check is not None and (check.kind, check.leaf) == ("metric", "grad_norm")
 
 
 def test_nan_fails_and_noise_does_not() -> None:
-    born = {"params": {"head": {"weight": np.zeros(3), "bias": np.zeros(3)}}}
-    check = guilty(compare(outcome(1.0, math.nan), outcome(1.0, 0.5), born))
+    initial = {"params": {"head": {"weight": np.zeros(3), "bias": np.zeros(3)}}}
+    check = guilty(compare(outcome(1.0, math.nan), outcome(1.0, 0.5), initial))
     assert check is not None and check.leaf == "head/bias" and math.isnan(check.error)
     # Zero in exact arithmetic: rounding noise of 1e-8 beside gradients of 1.
-    assert guilty(compare(outcome(1.0, 3e-8), outcome(1.0, -2e-8), born)) is None
-    assert guilty(compare(outcome(1.0, 1e-4), outcome(1.0, -2e-8), born)) is not None
+    assert guilty(compare(outcome(1.0, 3e-8), outcome(1.0, -2e-8), initial)) is None
+    assert guilty(compare(outcome(1.0, 1e-4), outcome(1.0, -2e-8), initial)) is not None
 
 
 def test_bounds_and_order_of_kinds() -> None:

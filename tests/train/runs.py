@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxtrain.config import RunConfig, validate
 from jaxtrain.data import IGNORE
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.setup import Setup, resolve
 from jaxtrain.train.step import compile_step
 
@@ -18,10 +18,10 @@ LENGTH, ROWS, VOCAB = 32, 16, 128
 BASE: dict[str, Any] = {
     "model": {
         "vocab_size": VOCAB, "d_model": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "head_dim": 8, "d_ff": 96,
-        "max_length": LENGTH,
+        "max_seq_len": LENGTH,
     },
-    "data": {"length": LENGTH, "tokenizer": {"vocab_size": VOCAB}},
-    "train": {"updates": 10, "global_batch": ROWS},
+    "data": {"seq_len": LENGTH, "tokenizer": {"vocab_size": VOCAB}},
+    "train": {"steps": 10, "global_batch": ROWS},
     # A larger eps: where a gradient is rounding noise alone, Adam would make a whole step of it on any layout.
     "optimizer": {"learning_rate": 3e-3, "schedule": "cosine", "warmup": 2, "eps": 1e-5},
     "rules": {"replicated_limit": 10**9},
@@ -62,10 +62,10 @@ def setup_of(config: RunConfig, devices: int | None = None) -> Setup:
 def train_on(setup: Setup, batches: list[dict[str, np.ndarray]]) -> tuple[list[dict[str, float]], dict[str, Any], Any]:
     """Metrics of each update, the final state on the host, and the compiled step."""
     step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
-    state = setup.create_state()
+    state = setup.init_state()
     metrics = []
     for rows in batches:
-        state, values = step(state, place(rows, 0, setup.plan, setup.batch_sharding))
+        state, values = step(state, shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding))
         metrics.append({name: value.tolist() for name, value in jax.device_get(values).items()})
     return metrics, jax.device_get(state), step
 

@@ -8,13 +8,13 @@ import pytest
 from runs import config_of, packed_rows, setup_of, worst_relative_error
 
 from jaxtrain.ops import blocks
-from jaxtrain.ops.plain import plain
-from jaxtrain.train.batch import place
+from jaxtrain.ops.reference import use_reference
+from jaxtrain.train.batch import shard_batch
 
 
 def gradients(setup, rows):
-    batch = place(rows, 0, setup.plan, setup.batch_sharding)
-    found, sums = jax.jit(setup.step.gradients)(setup.create_state()["params"], batch, 1.0)
+    batch = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
+    found, sums = jax.jit(setup.step.gradients)(setup.init_state()["params"], batch, 1.0)
     return jax.device_get(found), {name: float(value) for name, value in sums.items()}
 
 
@@ -35,7 +35,7 @@ def test_every_gradient_leaf(layout, monkeypatch):
         model=MODEL, mesh=mesh, rules={"preset": preset}, train={"z_loss": 0.05, **train}, attention={"backend": "xla"}
     )
     got, sums = gradients(setup_of(config, 4 if layout == "ddp" else 8), rows)
-    with plain():
+    with use_reference():
         want, expected = gradients(setup_of(config_of(model=MODEL, train={"z_loss": 0.05}), 1), rows)
     error, where = worst_relative_error(got, want)
     assert error < 2e-5, where

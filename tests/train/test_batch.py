@@ -8,16 +8,16 @@ import pytest
 from runs import config_of, packed_rows, setup_of
 
 from jaxtrain.config import ConfigError, TrainConfig
-from jaxtrain.train.batch import owned_rows, place, plan_batch
+from jaxtrain.train.batch import owned_rows, shard_batch, split_batch
 
 SIZES = {"data": 8, "pipe": 1, "tensor": 8, "seq": 1, "expert": 1}
 
 
 def test_worked_values_of_the_global_batch() -> None:
     # Requirements section 4: 2 x 8 x 8 = 128, 2 x 64 x 8 = 1,024; the tensor axis never multiplies in.
-    plan = plan_batch(TrainConfig(global_batch=128, microbatch=2), SIZES, ("data",))
+    plan = split_batch(TrainConfig(global_batch=128, microbatch=2), SIZES, ("data",))
     assert (plan.replicas, plan.accumulation, plan.microbatch) == (8, 8, 2)
-    plan = plan_batch(TrainConfig(global_batch=1024, accumulation=8), {**SIZES, "data": 64}, ("data",))
+    plan = split_batch(TrainConfig(global_batch=1024, accumulation=8), {**SIZES, "data": 64}, ("data",))
     assert (plan.replicas, plan.accumulation, plan.microbatch) == (64, 8, 2)
 
 
@@ -32,7 +32,7 @@ def test_worked_values_of_the_global_batch() -> None:
 )
 def test_numbers_that_disagree_show_the_arithmetic(train: dict[str, int], words: str) -> None:
     with pytest.raises(ConfigError) as error:
-        plan_batch(TrainConfig(**train), SIZES, ("data",))
+        split_batch(TrainConfig(**train), SIZES, ("data",))
     assert words in str(error.value)
 
 
@@ -42,8 +42,8 @@ def test_every_row_lands_in_its_microbatch_whatever_the_mesh(accumulation: int, 
     setup = setup_of(config_of(train={"accumulation": accumulation}, mesh={"tensor": tensor}), 4)
     rows = packed_rows(0)
     rows["tokens"] = np.arange(rows["tokens"].size, dtype=np.int32).reshape(rows["tokens"].shape)
-    lo, hi = owned_rows(setup.plan, setup.batch_sharding, rows["tokens"].shape[1])
+    lo, hi = owned_rows(setup.batch_shape, setup.batch_sharding, rows["tokens"].shape[1])
     assert (lo, hi) == (0, 16)
-    got = jax.device_get(place(rows, 0, setup.plan, setup.batch_sharding)["tokens"])
+    got = jax.device_get(shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)["tokens"])
     for g in range(16):
         np.testing.assert_array_equal(got[g % accumulation, g // accumulation], rows["tokens"][g])

@@ -17,7 +17,7 @@ from jaxtrain.train.loop import train
 
 def tree_of(folder: Path, **data: Any) -> dict[str, Any]:
     tree = config_tree(folder)
-    tree["train"] |= {"updates": 2, "global_batch": 8}
+    tree["train"] |= {"steps": 2, "global_batch": 8}
     tree["data"] |= data
     tree["eval"] = {"every": None}
     return tree
@@ -31,7 +31,7 @@ def test_a_changed_corpus_is_refused_unless_told(tmp_path: Path, capsys: pytest.
     train(validate(tree), tmp_path / "run", quiet=True)
 
     (corpus / "file41.py").write_text("def added(x):\n    return x\n" * 9)
-    tree["train"]["updates"] = 4
+    tree["train"]["steps"] = 4
     with pytest.raises(
         ConfigError, match=r"the corpus changed since this run began \(\w+ -> \w+\).*data\.allow_changed"
     ):
@@ -43,7 +43,7 @@ def test_a_changed_corpus_is_refused_unless_told(tmp_path: Path, capsys: pytest.
 
     # Another tokenizer gives the same ids another meaning: nothing allows that.
     fixed.write_text(fixed.read_text().replace('"type": "ByteLevel"', '"type":  "ByteLevel"', 1))
-    tree["train"]["updates"] = 5
+    tree["train"]["steps"] = 5
     with pytest.raises(ConfigError, match=r"the tokenizer changed since this run began.*set data\.tokenizer\.path"):
         train(validate(tree), tmp_path / "run", quiet=True)
 

@@ -12,9 +12,9 @@ from runs import LENGTH, ROWS, VOCAB, config_of, packed_rows, setup_of, train_on
 
 from jaxtrain.config import ConfigError
 from jaxtrain.data import IGNORE
-from jaxtrain.ops.context import WAYS
+from jaxtrain.ops.context import CONTEXT_METHODS
 from jaxtrain.ops.zigzag import row_order
-from jaxtrain.train.batch import owned_rows, place
+from jaxtrain.train.batch import owned_rows, shard_batch
 from jaxtrain.train.step import jit_evaluate
 
 MODEL = {"n_layers": 2, "windows": [None, 5]}
@@ -43,9 +43,9 @@ def rows_over_borders(length: int = LENGTH) -> dict[str, np.ndarray]:
 
 def gradients_of(length: int = LENGTH, devices: int | None = None, **sections: Any) -> Any:
     """Gradients, loss sum and number of scored tokens."""
-    setup = setup_of(config_of(**{"model": MODEL, "data": {"length": length}, **sections}), devices)
-    batch = place(rows_over_borders(length), 0, setup.plan, setup.batch_sharding)
-    params = setup.create_state()["params"]
+    setup = setup_of(config_of(**{"model": MODEL, "data": {"seq_len": length}, **sections}), devices)
+    batch = shard_batch(rows_over_borders(length), 0, setup.batch_shape, setup.batch_sharding)
+    params = setup.init_state()["params"]
     gradients, sums = jax.device_get(jax.jit(lambda p, b: setup.step.gradients(p, b, 3.0))(params, batch))
     return gradients, float(sums["loss"]), int(sums["scored"])
 
@@ -85,7 +85,7 @@ QUICK = {
 }  # fmt: skip
 ALL = [
     pytest.param(way, seq, name, marks=() if (way, seq, name) in QUICK else pytest.mark.prove)
-    for way in WAYS
+    for way in CONTEXT_METHODS
     for seq in (2, 4, 8)
     for name, sections in LAYOUTS.items()
     if 8 % (seq * sections.get("mesh", {}).get("tensor", 1)) == 0
@@ -97,15 +97,15 @@ def test_loss_and_gradients_are_those_of_one_device(way: str, seq: int, name: st
     sections = dict(LAYOUTS[name])
     devices = seq if name == "alone" else None
     mesh = {**sections.pop("mesh", {}), "seq": seq}
-    got = gradients_of(devices=devices, **sections, mesh=mesh, attention={"context": way})
+    got = gradients_of(devices=devices, **sections, mesh=mesh, attention={"context_parallel": way})
     compare(got, alone(windows="model" not in sections))
 
 
 def test_rows_that_do_not_divide_are_padded_and_not_scored() -> None:
-    config = config_of(model=MODEL, mesh={"seq": 8}, data={"length": 30})
-    setup, one = setup_of(config), setup_of(config_of(model=MODEL, data={"length": 30}), 1)
+    config = config_of(model=MODEL, mesh={"seq": 8}, data={"seq_len": 30})
+    setup, one = setup_of(config), setup_of(config_of(model=MODEL, data={"seq_len": 30}), 1)
     assert setup.abstract_batch["tokens"].shape == (1, ROWS, LENGTH)
-    assert setup.plan.show_stored(30) == (
+    assert setup.batch_shape.show_stored(30) == (
         "4 tokens of each row a device; 30 tokens do not divide and are padded to 32: 2 a row, 32 an update, not scored"
     )
     rows = rows_over_borders(30)
@@ -115,8 +115,8 @@ def test_rows_that_do_not_divide_are_padded_and_not_scored() -> None:
 
 
 def evaluate(setup: Any, rows: dict[str, np.ndarray]) -> tuple[float, int]:
-    batch = place(rows, 0, setup.plan, setup.batch_sharding)
-    loss, scored = jit_evaluate(setup.step)(setup.create_state()["params"], batch)
+    batch = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
+    loss, scored = jit_evaluate(setup.step)(setup.init_state()["params"], batch)
     return float(loss), int(scored)
 
 
@@ -132,8 +132,8 @@ def test_each_device_holds_its_chunks_of_its_rows(sizes: dict[str, int]) -> None
     n, data = sizes["seq"], 8 // sizes["seq"] // sizes.get("tensor", 1)
     rows = packed_rows(0)
     rows["tokens"] = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
-    batch = place(rows, 0, setup.plan, setup.batch_sharding)
-    assert owned_rows(setup.plan, setup.batch_sharding, LENGTH) == (0, ROWS)
+    batch = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
+    assert owned_rows(setup.batch_shape, setup.batch_sharding, LENGTH) == (0, ROWS)
     order = row_order(LENGTH, n)
     for shard in batch["tokens"].addressable_shards:
         assert shard.data.shape == (2, ROWS // 2 // data, LENGTH // n)
@@ -147,9 +147,9 @@ def test_each_device_holds_its_chunks_of_its_rows(sizes: dict[str, int]) -> None
 
 def test_length_is_padded_for_the_residual_stream_too() -> None:
     # 20 tokens: 2 x seq 2 = 4 divides them, seq 2 x tensor 4 of the residual stream does not.
-    config = config_of(mesh={"seq": 2, "tensor": 4}, rules={"preset": ["tensor_sequence"]}, data={"length": 20})
-    assert setup_of(config).plan.stored(20) == 24
-    assert setup_of(config_of(mesh={"tensor": 4}, data={"length": 20})).plan.stored(20) == 20
+    config = config_of(mesh={"seq": 2, "tensor": 4}, rules={"preset": ["tensor_sequence"]}, data={"seq_len": 20})
+    assert setup_of(config).batch_shape.stored(20) == 24
+    assert setup_of(config_of(mesh={"tensor": 4}, data={"seq_len": 20})).batch_shape.stored(20) == 20
 
 
 def test_a_kept_output_is_not_computed_again() -> None:
@@ -166,11 +166,14 @@ def test_a_kept_output_is_not_computed_again() -> None:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
-@pytest.mark.parametrize("way", WAYS)
-def test_low_precision_follows_the_float32_curve(compute: str, way: str) -> None:
+@pytest.mark.parametrize("context_method", CONTEXT_METHODS)
+def test_low_precision_follows_the_float32_curve(compute: str, context_method: str) -> None:
     batches = [rows_over_borders()] * 5
     low = config_of(
-        precision={"compute": compute}, mesh={"seq": 4}, rules={"preset": ["zero2"]}, attention={"context": way}
+        precision={"compute": compute},
+        mesh={"seq": 4},
+        rules={"preset": ["zero2"]},
+        attention={"context_parallel": context_method},
     )
     plain = train_on(setup_of(config_of(), 1), batches)[0]
     for got, want in zip(train_on(setup_of(low), batches)[0], plain, strict=True):

@@ -16,7 +16,7 @@ from jaxtrain.config import CheckpointConfig, ConfigError
 from jaxtrain.data import IGNORE
 from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.experts import balanced, border
 from jaxtrain.train.setup import resolve
 from jaxtrain.train.step import compile_step
@@ -39,9 +39,9 @@ def test_a_skewed_router_evens_out_and_survives_a_restart_bit_for_bit(tmp_path: 
     config = config_of(model={**MODEL, "moe": MOE}, optimizer={"learning_rate": 1e-5, "warmup": 0})
     setup = setup_of(config, 1)
     step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
-    batch = place(packed_rows(0), 0, setup.plan, setup.batch_sharding)
+    batch = shard_batch(packed_rows(0), 0, setup.batch_shape, setup.batch_sharding)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=False))
-    state, imbalance = skewed(setup.create_state()), []
+    state, imbalance = skewed(setup.init_state()), []
     for update in range(UPDATES):
         if update == SAVED:
             checkpoints.save(SAVED, state, {}, {})
@@ -83,7 +83,7 @@ def test_an_update_that_is_skipped_leaves_the_bias() -> None:
     rows = packed_rows(0)
     rows["labels"] = np.full_like(rows["labels"], IGNORE)
     step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
-    state, metrics = step(setup.create_state(), place(rows, 0, setup.plan, setup.batch_sharding))
+    state, metrics = step(setup.init_state(), shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding))
     assert not metrics["applied"]
     assert not np.asarray(state["params"]["layers"]["mlp"]["router"]["correction"]).any()
 
@@ -94,14 +94,14 @@ def test_experts_that_leave_a_domain_are_refused_unless_allowed() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"torn 4 \+ 4 over 2 fast domains"):
         resolve(config_of(**tree), jax.devices())
-    tree["mesh"]["allow_torn"] = ["expert"]
+    tree["mesh"]["allow_cross_domain"] = ["expert"]
     setup = resolve(config_of(**tree), jax.devices())
     assert setup.expert_crossings.tolist() == [[float(i // 4 != j // 4) for j in range(8)] for i in range(8)]
 
 
 def test_rows_that_cross_by_hand() -> None:
     pairs = np.kron(1 - np.eye(2), np.ones((2, 2)))
-    moe = {"experts": 8, "top_k": 2, "groups": 4, "groups_kept": 1}
+    moe = {"experts": 8, "top_k": 2, "groups": 4, "top_groups": 1}
     crossed = border(config_of(model={**MODEL, "moe": moe}).model, pairs)
     assert crossed is not None
     # Of two choices half lie outside. The other domain has one of them, unless both of 4 of 8 lie inside: 6 of 28.

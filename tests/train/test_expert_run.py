@@ -20,14 +20,14 @@ def test_a_run_records_and_draws_what_its_experts_did(tmp_path: Path, capsys: py
     moe = {"experts": 8, "top_k": 2, "d_ff": 16, "balance_weight": 0.01, "bias_rate": 0.01, "buffer": 0.5}
     config = validate({
         "model": {
-            "vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32, "max_length": 32, "moe": moe,
+            "vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32, "max_seq_len": 32, "moe": moe,
         },
         "data": {
-            "sources": [{"text": str(tmp_path / "corpus")}], "tokenizer": {"vocab_size": 300}, "length": 32,
+            "sources": [{"text": str(tmp_path / "corpus")}], "tokenizer": {"vocab_size": 300}, "seq_len": 32,
             "cache": str(tmp_path / "cache"), "held_out": 0.2,
         },
         "mesh": {"expert": 4},
-        "train": {"updates": 3, "global_batch": 8, "sample_prompt": "the ", "sample_tokens": 4},
+        "train": {"steps": 3, "global_batch": 8, "sample_prompt": "the ", "sample_tokens": 4},
         "eval": {"every": 2, "batches": 1},
     })  # fmt: skip
     result = train(config, tmp_path / "run")

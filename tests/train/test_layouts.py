@@ -9,7 +9,7 @@ import jax
 import pytest
 from runs import config_of, packed_rows, setup_of, train_on, worst_relative_error
 
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.step import compile_step
 
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
@@ -65,8 +65,8 @@ def test_same_gradient_of_every_leaf(name: str, gradients: Any) -> None:
 
 
 def _gradients(setup: Any, scale: float = 3.0) -> Any:
-    params = setup.create_state()["params"]
-    batch = place(BATCHES[0], 0, setup.plan, setup.batch_sharding)
+    params = setup.init_state()["params"]
+    batch = shard_batch(BATCHES[0], 0, setup.batch_shape, setup.batch_sharding)
     return jax.device_get(jax.jit(lambda p, b: setup.step.gradients(p, b, scale)[0])(params, batch))
 
 

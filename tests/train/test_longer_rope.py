@@ -15,12 +15,12 @@ def test_positions_may_be_stretched_where_longer_rows_begin(tmp_path: Path, caps
     write_corpus(tmp_path / "corpus")
     tree = config_tree(tmp_path)
     tree["eval"] = {"every": None}
-    tree["train"] |= {"updates": 2, "z_loss": 1e-3}
-    tree["data"]["schedule"] = [{"start": 0, "length": 16}, {"start": 2, "length": 32}]
+    tree["train"] |= {"steps": 2, "z_loss": 1e-3}
+    tree["data"]["schedule"] = [{"start": 0, "seq_len": 16}, {"start": 2, "seq_len": 32}]
     train(validate(tree), tmp_path / "run", quiet=True)
 
-    tree["train"]["updates"] = 4
-    tree["model"]["rope"] = {"scaling": "yarn", "factor": 2.0, "original_length": 16}
+    tree["train"]["steps"] = 4
+    tree["model"]["rope"] = {"scaling": "yarn", "factor": 2.0, "original_seq_len": 16}
     tree["attention"] = {"backend": "xla"}
     result = train(validate(tree), tmp_path / "run")
     said = capsys.readouterr().out

@@ -13,7 +13,7 @@ from runs import LENGTH, ROWS, VOCAB, config_of, setup_of
 
 from jaxtrain.data import IGNORE, Documents, Phase, Stream
 from jaxtrain.data.packing import PACKERS
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 
 Gradients = Callable[[dict[str, np.ndarray]], list[np.ndarray]]
 
@@ -39,9 +39,11 @@ def batch_of(documents: Documents, packing: str) -> dict[str, np.ndarray]:
 
 def gradients_on(setup: Any) -> Gradients:
     """Batch -> leaves of the gradient and, last, the summed loss, at the weights of birth."""
-    params = setup.create_state()["params"]
+    params = setup.init_state()["params"]
     step = jax.jit(lambda batch: _with_loss(*setup.step.gradients(params, batch, 1.0)))
-    return lambda batch: jax.tree.leaves(jax.device_get(step(place(batch, 0, setup.plan, setup.batch_sharding))))
+    return lambda batch: jax.tree.leaves(
+        jax.device_get(step(shard_batch(batch, 0, setup.batch_shape, setup.batch_sharding)))
+    )
 
 
 def _with_loss(gradients: Any, sums: dict[str, Any]) -> Any:

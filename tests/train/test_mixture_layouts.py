@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from runs import BASE, config_of, packed_rows, setup_of, train_on, worst_relative_error
 
-from jaxtrain.ops.plain import plain
-from jaxtrain.train.batch import place
+from jaxtrain.ops.reference import use_reference
+from jaxtrain.train.batch import shard_batch
 
 MOE: dict[str, Any] = {
     "experts": 8, "top_k": 2, "d_ff": 24, "shared": 1, "balance_weight": 0.05, "z_weight": 0.01, "bias_rate": 0.01,
@@ -61,8 +61,8 @@ def mixture_of(plan: str = "batch", **sections: dict[str, Any]) -> Any:
 
 
 def gradients_of(setup: Any, scale: float = 3.0) -> Any:
-    params = setup.create_state()["params"]
-    batch = place(BATCHES[0], 0, setup.plan, setup.batch_sharding)
+    params = setup.init_state()["params"]
+    batch = shard_batch(BATCHES[0], 0, setup.batch_shape, setup.batch_sharding)
     return jax.device_get(jax.jit(lambda p, b: setup.step.gradients(p, b, scale))(params, batch))
 
 
@@ -72,7 +72,7 @@ def reference() -> Any:
 
     @functools.cache
     def of(plan_name: str) -> Any:
-        with plain():
+        with use_reference():
             return gradients_of(setup_of(mixture_of(plan_name), 1))
 
     return of

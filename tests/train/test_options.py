@@ -13,8 +13,8 @@ from jaxtrain.train.step import compile_step
 
 TINY = validate(
     {
-        "model": {"vocab_size": 64, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32, "max_length": 16},
-        "data": {"length": 16, "tokenizer": {"vocab_size": 64}},
+        "model": {"vocab_size": 64, "d_model": 16, "n_layers": 1, "n_heads": 2, "d_ff": 32, "max_seq_len": 16},
+        "data": {"seq_len": 16, "tokenizer": {"vocab_size": 64}},
         "train": {"global_batch": 8},
     }
 )
@@ -61,4 +61,4 @@ def test_options_reach_the_compiler_and_gpu_options_do_no_harm_here(tmp_path: Pa
     )  # fmt: skip
     setup = resolve(config)
     compile_step(setup.step, setup.abstract, setup.abstract_batch)
-    assert any("jit_update" in path.name for path in tmp_path.iterdir()), "the dump option had no effect"
+    assert any("jit_train_step" in path.name for path in tmp_path.iterdir()), "the dump option had no effect"

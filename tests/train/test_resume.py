@@ -31,12 +31,12 @@ def write_corpus(folder: Path) -> Path:
 
 def config_tree(folder: Path) -> dict[str, Any]:
     return {
-        "model": {"vocab_size": 320, "d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 64, "max_length": 32},
+        "model": {"vocab_size": 320, "d_model": 32, "n_layers": 2, "n_heads": 2, "d_ff": 64, "max_seq_len": 32},
         "data": {
-            "sources": [{"text": str(folder / "corpus")}], "tokenizer": {"vocab_size": 320}, "length": 32,
+            "sources": [{"text": str(folder / "corpus")}], "tokenizer": {"vocab_size": 320}, "seq_len": 32,
             "cache": str(folder / "cache"), "held_out": 0.2,
         },
-        "train": {"updates": UPDATES, "global_batch": 8, "sample_tokens": 4},
+        "train": {"steps": UPDATES, "global_batch": 8, "sample_tokens": 4},
         "optimizer": {"learning_rate": 1e-2, "warmup": 2},
         "checkpoint": {"every": 3},
         "eval": {"every": 4, "batches": 1},
@@ -78,7 +78,7 @@ def unbroken(place: Path) -> list[dict[str, Any]]:
 def test_a_run_leaves_what_it_promises(place: Path, unbroken: list[dict[str, Any]]) -> None:
     run = place / "unbroken"
     assert [row["step"] for row in unbroken] == list(range(1, UPDATES + 1))
-    assert yaml.safe_load((run / "config.yaml").read_text())["train"]["updates"] == UPDATES
+    assert yaml.safe_load((run / "config.yaml").read_text())["train"]["steps"] == UPDATES
     assert json.loads((run / "environment.json").read_text())["packages"]["jax"]
     spec = json.loads((run / "sharding.json").read_text())["parameters"]["layers/mlp/up/weight"]
     assert spec["shape"] == [2, 32, 64]
@@ -139,7 +139,7 @@ def test_no_readable_checkpoint_is_one_message(place: Path, unbroken: list[dict[
     for path in (place / "damaged" / "checkpoints").rglob("*"):
         if path.is_file():
             path.write_bytes(b"not what was saved")
-    process = start(place, "damaged", "--train.updates", "12")
+    process = start(place, "damaged", "--train.steps", "12")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2, output
     assert "no checkpoint in" in output and "step 9" in output and "step 6" in output
@@ -161,5 +161,5 @@ def test_two_processes_train_as_one(place: Path, unbroken: list[dict[str, Any]])
         assert got["scored_tokens"] == want["scored_tokens"]
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-5)
     # One process takes up what two have saved, on another mesh.
-    finish(start(place, "two", "--train.updates", str(UPDATES + 1)))
+    finish(start(place, "two", "--train.steps", str(UPDATES + 1)))
     assert len(rows(place, "two")) == UPDATES + 1

@@ -20,9 +20,9 @@ from jaxtrain.train.setup import resolve
 
 UPDATES = 8
 SCHEDULE = [
-    {"start": 0, "length": 16, "global_batch": 16},
-    {"start": 3, "length": 32, "global_batch": 8},
-    {"start": 6, "length": 24, "global_batch": 24},
+    {"start": 0, "seq_len": 16, "global_batch": 16},
+    {"start": 3, "seq_len": 32, "global_batch": 8},
+    {"start": 6, "seq_len": 24, "global_batch": 24},
 ]
 
 
@@ -33,13 +33,13 @@ def config_of(folder: Path, updates: int = UPDATES, **data: Any) -> RunConfig:
         for i in range(40):
             (text / f"{i}.txt").write_text(f"the quick brown fox {i} jumps over the lazy dog {'so ' * i}\n" * 3)
     return validate({
-        "model": {"vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32, "max_length": 32},
+        "model": {"vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32, "max_seq_len": 32},
         "data": {
             "sources": [{"text": str(text), "include": ["*[02468].txt"], "weight": 3}, {"text": str(text)}],
-            "tokenizer": {"vocab_size": 300}, "length": 32, "held_out": 0.2, "schedule": SCHEDULE,
+            "tokenizer": {"vocab_size": 300}, "seq_len": 32, "held_out": 0.2, "schedule": SCHEDULE,
             "cache": str(folder / "cache"), **data,
         },
-        "train": {"updates": updates, "global_batch": 8, "sample_prompt": ""},
+        "train": {"steps": updates, "global_batch": 8, "sample_prompt": ""},
         "optimizer": {"schedule": "constant"},
         "eval": {"every": 4, "batches": 1},
         "checkpoint": {"every": 1, "asynchronous": False},
@@ -88,7 +88,7 @@ def test_a_scheduled_run_compiles_once_a_phase_and_counts_every_token(
     assert [row["tokens_total"] for row in got] == np.cumsum(scored).tolist()
     assert result["tokens_total"] == sum(source["tokens"] for source in result["sources"]) == sum(scored)
     assert result["sources"][0]["share"] == pytest.approx(0.75, abs=0.1)
-    assert [(phase["start"], phase["length"], phase["global_batch"]) for phase in result["phases"]] == [
+    assert [(phase["start"], phase["seq_len"], phase["global_batch"]) for phase in result["phases"]] == [
         tuple(entry.values()) for entry in SCHEDULE
     ]
     stream.close()

@@ -13,7 +13,7 @@ from runs import LENGTH, ROWS, VOCAB, config_of, packed_rows, setup_of, train_on
 
 from jaxtrain.config import validate
 from jaxtrain.data import IGNORE
-from jaxtrain.train.batch import place
+from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.step import compile_step
 
 
@@ -29,8 +29,8 @@ def full_rows(seed: int, scored: list[int]) -> dict[str, np.ndarray]:
 
 
 def gradients_of(setup: Any, rows: dict[str, np.ndarray], scale: float) -> Any:
-    params = setup.create_state()["params"]
-    batch = place(rows, 0, setup.plan, setup.batch_sharding)
+    params = setup.init_state()["params"]
+    batch = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
     gradients, sums = jax.jit(lambda p, b: setup.step.gradients(p, b, scale))(params, batch)
     return jax.device_get((gradients, sums["loss"]))
 
@@ -78,9 +78,9 @@ def test_what_is_masked_changes_nothing() -> None:
 def test_an_update_without_scored_tokens_changes_nothing() -> None:
     setup = setup_of(config_of(), 1)
     metrics, state, _ = train_on(setup, [full_rows(0, [0] * ROWS)])
-    born = jax.device_get(setup.create_state())
+    born = jax.device_get(setup.init_state())
     assert not metrics[0]["applied"] and metrics[0]["scored_tokens"] == 0 and np.isfinite(metrics[0]["loss"])
-    assert state["updates"] == 0
+    assert state["steps"] == 0
     for got, want in zip(*(jax.tree.leaves(s["params"]) for s in (state, born)), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -89,12 +89,12 @@ def test_float16_overflow_skips_halves_the_scale_and_holds_the_schedule() -> Non
     config = config_of(
         precision={"compute": "float16", "scale_init": 2.0**24, "scale_growth_every": 3},
         optimizer={"schedule": "linear", "warmup": 0},
-        train={"updates": 40},
+        train={"steps": 40},
     )
     setup = setup_of(config, 8)
     step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
-    state = setup.create_state()
-    batch = place(full_rows(0, [LENGTH] * ROWS), 0, setup.plan, setup.batch_sharding)
+    state = setup.init_state()
+    batch = shard_batch(full_rows(0, [LENGTH] * ROWS), 0, setup.batch_shape, setup.batch_sharding)
     born = jax.device_get(state["params"])
     seen = []
     for _ in range(30):
@@ -113,7 +113,7 @@ def test_float16_overflow_skips_halves_the_scale_and_holds_the_schedule() -> Non
     rates = [row["learning_rate"] for row in seen]
     for row, rate, following in zip(seen, rates, rates[1:], strict=False):
         assert (rate == following) == (not row["applied"])
-    assert int(state["updates"]) == len(seen) - len(skipped)
+    assert int(state["steps"]) == len(seen) - len(skipped)
     assert int(state["scaler"]["total_skipped"]) == len(skipped)
     applied = [row["loss"] for row in seen if row["applied"]]
     assert applied[-1] < applied[0]
@@ -164,12 +164,12 @@ def test_exactly_one_compilation_of_the_step(tmp_path: Path, caplog: pytest.LogC
     for i in range(20):
         (tmp_path / "corpus" / f"{i}.txt").write_text(f"the quick brown fox {i} jumps over the lazy dog\n" * 9)
     config = validate({
-        "model": {"vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32, "max_length": 32},
+        "model": {"vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32, "max_seq_len": 32},
         "data": {
-            "sources": [{"text": str(tmp_path / "corpus")}], "tokenizer": {"vocab_size": 300}, "length": 32,
+            "sources": [{"text": str(tmp_path / "corpus")}], "tokenizer": {"vocab_size": 300}, "seq_len": 32,
             "cache": str(tmp_path / "cache"), "held_out": 0.2,
         },
-        "train": {"updates": 6, "global_batch": 8, "sample_prompt": ""},
+        "train": {"steps": 6, "global_batch": 8, "sample_prompt": ""},
         "eval": {"every": 2, "batches": 1},
         "checkpoint": {"every": 2},
     })  # fmt: skip

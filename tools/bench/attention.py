@@ -1,7 +1,7 @@
 """Time and temporaries of every way to attend, side by side: `attention.py [--lengths 2048 4096] [--seq 4] [...]`.
 
 One row of tokens, forward and backward, on this machine's devices: each backend on one device, then each
-attention.context with the row split over --seq of them (on a CPU they are simulated). Temporaries are the compiler's,
+attention.context_parallel with the row split over --seq of them (simulated on a CPU). Temporaries are the compiler's,
 of one device; time is the median of three runs, for lengths up to --timed. --json prints the rows as one JSON list.
 """
 
@@ -31,7 +31,7 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from jaxtrain.config import AXES
     from jaxtrain.ops.attention import BACKENDS
-    from jaxtrain.ops.context import WAYS
+    from jaxtrain.ops.context import CONTEXT_METHODS
 
     devices = jax.devices()
     if len(devices) < options.seq:
@@ -40,19 +40,24 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
         Mesh(np.array(devices[:count]).reshape([count if axis == "seq" else 1 for axis in AXES]), AXES)
         for count in (1, options.seq)
     )
-    ways = [(alone, backend.name, "ring") for backend in BACKENDS]
+    context_methods = [(alone, backend.name, "ring") for backend in BACKENDS]
     if options.seq > 1:
-        ways += [(split, backend.name, way) for way in WAYS for backend in BACKENDS if backend.kernel is not None]
+        context_methods += [
+            (split, backend.name, context_method)
+            for context_method in CONTEXT_METHODS
+            for backend in BACKENDS
+            if backend.kernel is not None
+        ]
     rows = []
     for length in options.lengths:
-        for mesh, backend, way in ways:
-            name = backend if mesh is alone else f"{way} over {options.seq}, {backend}"
-            rows.append({"way": name, "length": length, **measure(options, mesh, backend, way, length)})
+        for mesh, backend, context_method in context_methods:
+            name = backend if mesh is alone else f"{context_method} over {options.seq}, {backend}"
+            rows.append({"way": name, "seq_len": length, **measure(options, mesh, backend, context_method, length)})
             print(show(rows[-1]), file=sys.stderr)
     return rows
 
 
-def measure(options: argparse.Namespace, mesh: Any, backend: str, way: str, length: int) -> dict[str, Any]:
+def measure(options: argparse.Namespace, mesh: Any, backend: str, context_method: str, length: int) -> dict[str, Any]:
     """temp_mib of one device and, for a length that is timed, seconds; or the reason why not."""
     import jax
     import jax.numpy as jnp
@@ -63,7 +68,7 @@ def measure(options: argparse.Namespace, mesh: Any, backend: str, way: str, leng
     from jaxtrain.ops.attention import attend, use_attention
     from jaxtrain.train.options import compiler_options
 
-    config = validate({"attention": {"backend": backend, "context": way}})
+    config = validate({"attention": {"backend": backend, "context": context_method}})
     rules = resolve_rules(RulesConfig())
     window, shapes = options.window, head_shapes(options, length)
 

@@ -159,7 +159,7 @@ def config_of(folder: Path, tokenizer: Path, packing: str, **source: Any) -> Run
         "model": {"vocab_size": VOCAB},
         "data": {
             "sources": [{key: str(value) for key, value in source.items()}], "tokenizer": {"path": str(tokenizer)},
-            "length": LENGTH, "packing": packing, "cache": str(folder / "cache"), "held_out": 0.0,
+            "seq_len": LENGTH, "packing": packing, "cache": str(folder / "cache"), "held_out": 0.0,
         },
         "train": {"global_batch": ROWS},
         "observe": {"progress": False},

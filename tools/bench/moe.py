@@ -22,7 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-WAYS: dict[str, dict[str, float]] = {"dropless": {}, "buffer 1.5": {"buffer": 1.5}, "capacity 1.25": {"capacity": 1.25}}
+METHODS: dict[str, dict[str, float]] = {
+    "dropless": {},
+    "buffer 1.5": {"buffer": 1.5},
+    "capacity 1.25": {"capacity": 1.25},
+}
 
 
 def main(argv: list[str]) -> Iterator[dict[str, Any]]:
@@ -32,7 +36,7 @@ def main(argv: list[str]) -> Iterator[dict[str, Any]]:
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--cluster")
-    parser.add_argument("--ways", nargs="+", default=[*WAYS, "loop"])
+    parser.add_argument("--ways", nargs="+", default=[*METHODS, "loop"])
     asked = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if asked.cluster is None:
@@ -54,8 +58,8 @@ def described(cluster: str) -> list[Any]:
     from jax.extend import backend
 
     from jaxtrain.config import RunConfig
-    from jaxtrain.plan.compile import make_request, named_cluster
-    from jaxtrain.plan.worker import compile_only_devices
+    from jaxtrain.program.compile import make_request, named_cluster
+    from jaxtrain.program.worker import compile_only_devices
 
     config = RunConfig().model_copy(update={"cluster": named_cluster(cluster)})
     devices = compile_only_devices(make_request(config, None, "cuda"))
@@ -113,14 +117,14 @@ def layer_loss(asked: Any, mesh: Any, rules: Any, way: str, skew: float, x: Any,
     from jaxtrain.mesh.rules import use_rules
     from jaxtrain.ops import routing
     from jaxtrain.ops.dispatch import mixture
-    from jaxtrain.ops.plain import plain
+    from jaxtrain.ops.reference import use_reference
 
     def swiglu(gate: jax.Array | None, up: jax.Array) -> jax.Array:
         assert gate is not None
         return jax.nn.silu(gate) * up
 
-    bounds, dropped, capacity = WAYS.get(way, {}), jnp.int32(0), None
-    with use_rules(rules, mesh), plain() if way == "loop" else contextlib.nullcontext():
+    bounds, dropped, capacity = METHODS.get(way, {}), jnp.int32(0), None
+    with use_rules(rules, mesh), use_reference() if way == "loop" else contextlib.nullcontext():
         logits = x.astype(jnp.float32) @ router + skew * (jnp.arange(asked.experts) < asked.top_k)
         routed = routing.route(logits, jnp.ones(x.shape[:2], bool), asked.top_k, "softmax_chosen")
         load = routing.load_of(routed)

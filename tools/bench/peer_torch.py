@@ -23,7 +23,7 @@ def main(path: str) -> dict[str, object]:
     with open(path, encoding="utf-8") as file:
         tree = yaml.safe_load(file)
     m = tree["model"]
-    rows, length = tree["train"]["global_batch"], tree["data"]["length"]
+    rows, length = tree["train"]["global_batch"], tree["data"]["seq_len"]
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> dict[str, object]:
 
     from jaxtrain.cli import split_overrides
     from jaxtrain.config import load_config
-    from jaxtrain.train.batch import place
+    from jaxtrain.train.batch import shard_batch
     from jaxtrain.train.setup import resolve
     from jaxtrain.train.step import compile_step
 
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> dict[str, object]:
     begin = time.perf_counter()
     step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
     compile_s = time.perf_counter() - begin
-    state = setup.create_state()
-    shape = (config.train.global_batch, config.data.length)
+    state = setup.init_state()
+    shape = (config.train.global_batch, config.data.seq_len)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), np.int32)
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     rows = {
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> dict[str, object]:
         "segments": np.ones(shape, np.int32),
         "positions": positions,
     }
-    batch = place(rows, 0, setup.plan, setup.batch_sharding)
+    batch = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
     seconds: list[float] = []
     for update in range(26):
         begin = time.perf_counter()

@@ -1,0 +1,159 @@
+"""Compile one train step for devices that are not there: `python -m jaxtrain.program.worker`, one request, one answer.
+
+A process of its own because the compiler may end it. The request is one line of JSON on stdin, which stays open: when
+its other end closes, the worker ends too. Answer and artefacts are files of the request's folder:
+
+answer.json     {"error": text}, or numbers of the compilation
+program.txt     the scheduled program
+dump/           what the compiler wrote about memory, and the program as that names it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+CUDA_PLUGINS = ("xla_cuda13", "xla_cuda12")
+# The first that knows every card of program.cards; the library itself is not needed to compile.
+CUDNN_VERSION = 91100
+MEMORY = (
+    "peak_memory_in_bytes", "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes",
+    "temp_size_in_bytes", "host_argument_size_in_bytes", "host_output_size_in_bytes", "host_temp_size_in_bytes",
+    "host_alias_size_in_bytes",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Read the request, compile, write the answer."""
+    request = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    folder = Path(request["folder"])
+    from jaxtrain.config import ConfigError
+
+    try:
+        answer = compile_request(request, folder)
+    except ConfigError as error:
+        answer = {"error": str(error)}
+    (folder / "answer.json").write_text(json.dumps(answer), encoding="utf-8")
+
+
+def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Lower and compile the train step of request["config"]; raises ConfigError for what a user can mend."""
+    import jax
+    from jax.errors import JaxRuntimeError
+
+    from jaxtrain.config import ConfigError, validate
+    from jaxtrain.train.setup import resolve
+    from jaxtrain.train.step import lower_step
+
+    # A cached executable leaves no dump behind, and one cannot be read back without the devices.
+    jax.config.update("jax_enable_compilation_cache", False)
+    config = validate(request["config"])
+    devices = compile_only_devices(request)
+    if request["target"] == "cuda":
+        _ask_of(devices[0])
+    setup = resolve(config, devices)
+    attention = setup.attention[config.data.seq_len]
+    begin = time.perf_counter()
+    lowered = lower_step(setup.step, setup.abstract, setup.abstract_batch)
+    traced = time.perf_counter()
+    dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
+    try:
+        compiled = lowered.compile(compiler_options={**config.xla, **dump})
+    except JaxRuntimeError as error:
+        raise ConfigError(f"the compiler refused this program: {str(error).splitlines()[0]}") from None
+    done = time.perf_counter()
+    (folder / "program.txt").write_text(compiled.as_text() or "", encoding="utf-8")
+    memory = compiled.memory_analysis()
+    return {
+        "memory": {name: int(getattr(memory, name)) for name in MEMORY},
+        "trace_seconds": traced - begin,
+        "compile_seconds": done - traced,
+        "sizes": dict(setup.topology.sizes),
+        "domain": setup.topology.domain.tolist(),
+        "ids": [int(device.id) for device in setup.topology.devices.ravel()],
+        "batch_axes": list(setup.layout.batch_axes),
+        "deferred_axes": list(setup.layout.deferred_axes),
+        "accumulation": setup.batch_shape.accumulation,
+        "microbatch": setup.batch_shape.microbatch,
+        "parameters": setup.model.count(),
+        "attention": str(attention),
+        # Whether kernels hide the products of attention, and those of routed experts: cuDNN says what it multiplies.
+        "kernels": [attention.backend.name == "tokamax", request["target"] == "cuda"],
+        "device_kind": devices[0].device_kind,
+        "version": jax.__version__,
+    }
+
+
+def compile_only_devices(request: dict[str, Any]) -> list[Any]:
+    """Devices that can be compiled for and nothing else; raises ConfigError where a package is missing."""
+    import jax
+    from jax.experimental import topologies
+
+    from jaxtrain.config import ConfigError
+
+    if request["target"] == "cpu":
+        return list(jax.devices())
+    if request["target"] == "cuda":
+        _load_cuda_plugin(Path(request["packages"]))
+        keys = {"platform": "cuda", "topology_name": "described", "topology": request["topology"]}
+        keys["target_config"] = request["target_text"]
+        told = "cluster.target"
+    else:
+        if find_spec("libtpu") is None:
+            raise ConfigError("compiling for TPUs needs libtpu, which is not installed: pip install libtpu into .venv")
+        keys = {"platform": "tpu", "topology_name": request["topology"]}
+        told = f"topology {request['topology']}"
+    try:
+        return list(topologies.get_topology_desc(**keys).devices)
+    except Exception as error:  # whatever the plugin raises is about what it was told
+        raise ConfigError(f"{told}: the compiler does not accept this target: {str(error).splitlines()[0]}") from None
+
+
+def _load_cuda_plugin(packages: Path) -> None:
+    from jaxtrain.config import ConfigError
+
+    if packages.is_dir():
+        sys.path.append(str(packages))
+    for runtime in packages.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"):
+        # Where Mosaic kernels find the symbols that they are linked with.
+        os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
+    try:
+        found = any(find_spec(f"jax_plugins.{name}") for name in CUDA_PLUGINS)
+    except ModuleNotFoundError:
+        found = False
+    if not found:
+        raise ConfigError(
+            "compiling for GPUs needs the GPU compiler as a package, which is not installed: run make setup-plan "
+            "(half a GB, Linux; no GPU or driver is needed), or use --target cpu, whose memory figure is less exact"
+        )
+
+
+def _ask_of(device: Any) -> None:
+    """Attention kernels ask the devices at hand what they can do: here they are told of the described one."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+    from jax.extend import backend
+
+    def version(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    own = version(device.compute_capability)
+    backend.get_default_device = lambda: device
+    cudnn.check_compute_capability = lambda least: own >= version(least)
+    cudnn.is_cuda_compute_capability_equal = lambda other: own == version(other)
+    cudnn.check_cudnn_version = lambda: CUDNN_VERSION
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()
