@@ -36,7 +36,7 @@ from jaxtrain.config.settings import (
 __all__ = [
     "AXES", "CONFIG_ROOT", "AttentionConfig", "Axes", "Axis", "CheckpointConfig", "ClusterConfig", "ConfigError",
     "DataConfig", "EvalConfig", "MeshConfig", "MlaConfig", "ModelConfig", "MoeConfig", "ObserveConfig",
-    "OptimizerConfig", "PhaseConfig", "PipelineConfig", "PrecisionConfig", "Registry", "RematConfig", "RopeConfig", "RulesConfig",
-    "RunConfig", "SourceConfig", "TokenizerConfig", "TrainConfig", "diff_configs", "dump_config", "load_config",
-    "nearest", "replace", "to_tree", "validate",
+    "OptimizerConfig", "PhaseConfig", "PipelineConfig", "PrecisionConfig", "Registry", "RematConfig", "RopeConfig",
+    "RulesConfig", "RunConfig", "SourceConfig", "TokenizerConfig", "TrainConfig", "diff_configs", "dump_config",
+    "load_config", "nearest", "replace", "to_tree", "validate",
 ]  # fmt: skip
