@@ -23,9 +23,10 @@ from rich.table import Column, Table
 
 from jaxtrain.config import AXES, Axis, ConfigError, RunConfig, diff_configs, load_config, nearest, replace, to_tree
 from jaxtrain.mesh.layout import PARTS, Layout, build_layout, bytes_per_device, flatten_paths, local_shape
-from jaxtrain.mesh.param import Param
+from jaxtrain.mesh.param import Param, show_axes, spec_axes
 from jaxtrain.mesh.picture import draw_devices, figure_of, node_size, place_labels
-from jaxtrain.mesh.rules import NO_RULE, Reason, resolve_rules, show_axes, spec_axes
+from jaxtrain.mesh.resolution import Reason
+from jaxtrain.mesh.rules import NO_RULE, resolve_rules
 from jaxtrain.mesh.topology import Topology, build_topology, described_devices
 from jaxtrain.nn.decoder import mixture_layers
 from jaxtrain.nn.model import build

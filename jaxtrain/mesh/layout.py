@@ -15,22 +15,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxtrain.config import AXES, Axis
-from jaxtrain.mesh.param import STACKS, Param
-from jaxtrain.mesh.rules import (
-    ACTIVATION_ONLY,
-    EXTRAS,
-    NAMES,
-    WHOLE,
-    Finding,
-    Resolved,
-    Rules,
-    activation_findings,
-    make_spec,
-    raise_findings,
-    show_axes,
-    spec_axes,
-    spec_for,
-)
+from jaxtrain.mesh.param import STACKS, Param, make_spec, show_axes, spec_axes
+from jaxtrain.mesh.resolution import ResolvedSpec, activation_findings, spec_for
+from jaxtrain.mesh.rules import ACTIVATION_ONLY, EXTRAS, NAMES, WHOLE, Finding, Rules, raise_findings
 
 Tree = Any
 # An optimizer's own constants and counters (Newton-Schulz coefficients, one count a layer) are vectors this short at
@@ -55,7 +42,7 @@ class Layout:
     batch_axes: tuple[Axis, ...]
     deferred_axes: tuple[Axis, ...]
     sequence_axes: tuple[Axis, ...]
-    resolved: Mapping[str, Resolved]
+    resolved: Mapping[str, ResolvedSpec]
     notes: tuple[str, ...]
     rules: Rules
     sizes: Mapping[Axis, int]
@@ -190,7 +177,7 @@ def _unmatched(flat: Mapping[str, Param], rules: Rules) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _replicated(flat: Mapping[str, Param], resolved: Mapping[str, Resolved], rules: Rules) -> list[Finding]:
+def _replicated(flat: Mapping[str, Param], resolved: Mapping[str, ResolvedSpec], rules: Rules) -> list[Finding]:
     # What the base table shards (stages, experts) is the mesh's doing; replicas beside it are the point. Replication
     # that somebody wrote down (null, kv heads, an allowed misfit) is on purpose.
     asked = {

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.mesh.rules import constrain
+from jaxtrain.mesh.constraints import constrain
 from jaxtrain.nn.layers import MLP, NOTHING, Attention, BatchTotals, Flow, Norm
 from jaxtrain.nn.mla import LatentAttention
 from jaxtrain.nn.moe import MoE

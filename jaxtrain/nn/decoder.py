@@ -15,7 +15,7 @@ from flax import nnx
 from numpy.typing import NDArray
 
 from jaxtrain.config import ConfigError, ModelConfig, RematConfig
-from jaxtrain.mesh.rules import constrain
+from jaxtrain.mesh.constraints import constrain
 from jaxtrain.nn.block import Block, Stats, normalise
 from jaxtrain.nn.layers import NOTHING, BatchTotals, Embedding, Flow, Linear, Norm
 from jaxtrain.nn.mtp import MTPBlock, shifted_fields

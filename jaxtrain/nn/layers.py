@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.mesh.rules import constrain
+from jaxtrain.mesh.constraints import constrain
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import attention, linear, norm, rope
 

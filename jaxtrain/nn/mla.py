@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ConfigError, ModelConfig
-from jaxtrain.mesh.rules import constrain
+from jaxtrain.mesh.constraints import constrain
 from jaxtrain.nn.layers import Flow, Linear, Norm, residual_std
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import attention, rope

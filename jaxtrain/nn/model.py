@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.config import ModelConfig, RematConfig
+from jaxtrain.mesh.constraints import constrain
 from jaxtrain.mesh.param import DEPTHS, Param
-from jaxtrain.mesh.rules import constrain
 from jaxtrain.nn.block import Stats
 from jaxtrain.nn.decoder import Decoder, check_segments, layer_data, layer_stacks
 from jaxtrain.nn.layers import NOTHING, BatchTotals, Flow

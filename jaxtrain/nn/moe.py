@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.mesh.rules import constrain
+from jaxtrain.mesh.constraints import constrain
 from jaxtrain.nn.layers import GATED, MLP, NONLINEARITIES, Flow, Names, constant, gaussian, residual_std
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import dispatch, routing

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.mesh.rules import active_axes, active_mesh, constrain
+from jaxtrain.mesh.constraints import active_axes, active_mesh, constrain
 from jaxtrain.nn.block import Block, Stats, normalise
 from jaxtrain.nn.layers import BatchTotals, Flow, Linear, Norm
 from jaxtrain.ops.loss import IGNORE

@@ -20,7 +20,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxtrain.config import AttentionConfig, Axis, ConfigError, RunConfig
-from jaxtrain.mesh.rules import active_axes, active_mesh, dividing_axes, make_spec, shard_mapped
+from jaxtrain.mesh.constraints import active_axes, active_mesh, dividing_axes
+from jaxtrain.mesh.param import make_spec
+from jaxtrain.mesh.shard_map import shard_mapped
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import blocks, context
 from jaxtrain.ops.blocks import HIDDEN, TokenPositions, Window, visible

@@ -13,7 +13,7 @@ from jax.custom_batching import custom_vmap
 def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of arrays with a vmap of its own: a batch of one is squeezed, a larger one taken in turns.
 
-    A manual region under the vmap of deferred axes sees a batch of one (mesh/rules.py).
+    A manual region under the vmap of deferred axes sees a batch of one (mesh/shard_map.py).
     """
     wrapped = custom_vmap(function)
 

@@ -23,7 +23,9 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 
 from jaxtrain.config import Axis
-from jaxtrain.mesh.rules import active_axes, active_mesh, dividing_axes, make_spec, shard_mapped
+from jaxtrain.mesh.constraints import active_axes, active_mesh, dividing_axes
+from jaxtrain.mesh.param import make_spec
+from jaxtrain.mesh.shard_map import shard_mapped
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import blocks
 from jaxtrain.ops.blocks import TokenPositions, Window

@@ -21,7 +21,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxtrain.config import Axis, ConfigError
-from jaxtrain.mesh.rules import active_axes, active_mesh, make_spec, shard_mapped, show_axes, spec_axes
+from jaxtrain.mesh.constraints import active_axes, active_mesh
+from jaxtrain.mesh.param import make_spec, show_axes, spec_axes
+from jaxtrain.mesh.shard_map import shard_mapped
 from jaxtrain.ops.grouped import grouped_matmul, groups_of, platform_of
 from jaxtrain.ops.ragged import Slices, exchange
 from jaxtrain.ops.reference import uses_reference

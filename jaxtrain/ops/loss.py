@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.mesh.rules import active_axes, active_mesh, constrain
+from jaxtrain.mesh.constraints import active_axes, active_mesh, constrain
 
 IGNORE = -1
 """Label of a position that is not scored."""

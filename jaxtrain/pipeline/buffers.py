@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain.mesh.rules import active_axes, active_mesh, make_spec, shard_mapped
+from jaxtrain.mesh.constraints import active_axes, active_mesh
+from jaxtrain.mesh.param import make_spec
+from jaxtrain.mesh.shard_map import shard_mapped
 from jaxtrain.ops.batching import one_by_one
 
 RESIDUAL = ("batch", "residual_seq", "hidden")

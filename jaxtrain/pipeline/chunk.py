@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config import RematConfig
-from jaxtrain.mesh.rules import active_mesh
+from jaxtrain.mesh.constraints import active_mesh
 from jaxtrain.nn.layers import BatchTotals, Flow
 from jaxtrain.nn.model import KEEP_ALL, Model
 from jaxtrain.numerics.remat import residual_names, restore_residuals, save_residuals

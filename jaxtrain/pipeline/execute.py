@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
-from jaxtrain.mesh.rules import active_mesh, constrain
+from jaxtrain.mesh.constraints import active_mesh, constrain
 from jaxtrain.pipeline.buffers import ON_DEVICE, RESIDUAL, SlotStore
 from jaxtrain.pipeline.chunk import Chunk, StageState, pin
 from jaxtrain.pipeline.table import Schedule

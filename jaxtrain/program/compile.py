@@ -241,7 +241,7 @@ def _dumped(folder: Path, what: str) -> str:
 
 def telling_source(stack: tuple[str, ...]) -> str:
     """The innermost line that says what was asked for: helpers that pin a sharding are passed over."""
-    lines = [line for line in stack if not re.search(r"mesh/rules\.py:\d+$", line)] or list(stack)
+    lines = [line for line in stack if not re.search(r"mesh/(constraints|shard_map)\.py:\d+$", line)] or list(stack)
     return re.sub(r"^.*/(?=jaxtrain/)", "", lines[0]) if lines else ""
 
 

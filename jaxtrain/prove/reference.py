@@ -23,8 +23,8 @@ from jaxtrain.data import IGNORE, HostBatch
 from jaxtrain.hub.family import nested
 from jaxtrain.hub.folder import read_json
 from jaxtrain.hub.load import describe, load
+from jaxtrain.mesh.constraints import use_rules
 from jaxtrain.mesh.layout import flatten_paths
-from jaxtrain.mesh.rules import use_rules
 from jaxtrain.ops.zigzag import row_order
 from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.setup import Setup, resolve

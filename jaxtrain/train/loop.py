@@ -22,7 +22,7 @@ from jaxtrain.data import (
     tokens_read,
 )
 from jaxtrain.launch.distributed import barrier
-from jaxtrain.mesh.rules import show_axes
+from jaxtrain.mesh.param import show_axes
 from jaxtrain.numerics.counter import counter_int
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.experts import draw_experts

@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.config import ConfigError, RunConfig, TrainConfig
 from jaxtrain.data import FIELDS, Phase, phases_of
 from jaxtrain.mesh.layout import Layout, build_layout, bytes_per_device, extend_spec, flatten_paths
-from jaxtrain.mesh.param import Param
-from jaxtrain.mesh.rules import Rules, resolve_rules, show_axes
+from jaxtrain.mesh.param import Param, show_axes
+from jaxtrain.mesh.rules import Rules, resolve_rules
 from jaxtrain.mesh.topology import Topology, build_topology
 from jaxtrain.nn.decoder import check_segments, layers_of
 from jaxtrain.nn.model import Model, build

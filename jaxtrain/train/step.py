@@ -24,8 +24,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import Axis, RunConfig
+from jaxtrain.mesh.constraints import use_rules
 from jaxtrain.mesh.layout import Layout
-from jaxtrain.mesh.rules import Rules, replicated_over, use_rules
+from jaxtrain.mesh.rules import Rules
+from jaxtrain.mesh.shard_map import replicated_over
 from jaxtrain.nn.model import Model
 from jaxtrain.nn.mtp import mtp_labels
 from jaxtrain.numerics import scaling

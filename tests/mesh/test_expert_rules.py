@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.config import AXES, RulesConfig
 from jaxtrain.mesh.param import Param
-from jaxtrain.mesh.rules import WHOLE, resolve_rules, spec_for
+from jaxtrain.mesh.resolution import spec_for
+from jaxtrain.mesh.rules import WHOLE, resolve_rules
 
 SIZES = dict.fromkeys(AXES, 2)
 UP = Param((2, 8, 16, 32), ("layers", "experts", "embed", "mlp"))

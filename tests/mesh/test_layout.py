@@ -21,8 +21,8 @@ from jaxtrain.config import (
     RulesConfig,
 )  # fmt: skip
 from jaxtrain.mesh.layout import build_layout, bytes_per_device, extend_spec, flatten_paths, local_shape
-from jaxtrain.mesh.param import Param
-from jaxtrain.mesh.rules import PRESETS, resolve_rules, spec_axes
+from jaxtrain.mesh.param import Param, spec_axes
+from jaxtrain.mesh.rules import PRESETS, resolve_rules
 from jaxtrain.mesh.topology import build_topology
 from jaxtrain.nn.model import build
 from jaxtrain.optim import build_optimizer

@@ -12,7 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.config import AXES, RulesConfig
-from jaxtrain.mesh.rules import replicated_over, resolve_rules, shard_mapped, use_rules
+from jaxtrain.mesh.constraints import use_rules
+from jaxtrain.mesh.rules import resolve_rules
+from jaxtrain.mesh.shard_map import replicated_over, shard_mapped
 
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2, 1, 1, 1), AXES)
 DATA, WHOLE = PartitionSpec("data"), PartitionSpec()

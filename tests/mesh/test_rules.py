@@ -8,9 +8,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import AXES, ClusterConfig, ConfigError, MeshConfig, RulesConfig, replace, validate
+from jaxtrain.mesh.constraints import constrain, use_rules
 from jaxtrain.mesh.layout import build_layout
 from jaxtrain.mesh.param import Param
-from jaxtrain.mesh.rules import ACTIVATIONS, NAMES, PRESETS, constrain, resolve_rules, spec_for, use_rules
+from jaxtrain.mesh.resolution import spec_for
+from jaxtrain.mesh.rules import ACTIVATIONS, NAMES, PRESETS, resolve_rules
 from jaxtrain.mesh.topology import build_topology
 
 
@@ -141,7 +143,7 @@ def test_one_axis_twice():
 
 def test_one_axis_twice_in_an_activation():
     refused({"up": UP}, rules("tensor", "hybrid_fsdp", embed=None, norm=None),
-            "activation feed-forward ('batch', 'length', 'mlp'): batch and mlp both use tensor", tensor=2)  # fmt: skip
+            "activation feed-forward ('batch', 'seq_len', 'mlp'): batch and mlp both use tensor", tensor=2)  # fmt: skip
 
 
 def test_a_dimension_that_does_not_divide():

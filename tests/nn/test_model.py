@@ -9,7 +9,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.config import AXES, CONFIG_ROOT, ModelConfig, RematConfig, RulesConfig, load_config
-from jaxtrain.mesh.rules import NAMES, resolve_rules, spec_for, use_rules
+from jaxtrain.mesh.constraints import use_rules
+from jaxtrain.mesh.resolution import spec_for
+from jaxtrain.mesh.rules import NAMES, resolve_rules
 from jaxtrain.nn.model import build
 from jaxtrain.ops.loss import cross_entropy
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config import AXES, ModelConfig, RematConfig, RulesConfig
-from jaxtrain.mesh.rules import resolve_rules, use_rules
+from jaxtrain.mesh.constraints import use_rules
+from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.nn.model import build
 from jaxtrain.nn.mtp import mtp_labels, shifted_fields
 from jaxtrain.ops.zigzag import row_order

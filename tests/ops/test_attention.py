@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import AttentionConfig, ConfigError, RulesConfig, RunConfig
-from jaxtrain.mesh.rules import resolve_rules, use_rules
+from jaxtrain.mesh.constraints import use_rules
+from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.ops import attention, blocks
 from jaxtrain.ops.attention import Request, attend, choose, use_attention
 from jaxtrain.ops.reference import use_reference

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import AXES, RulesConfig
-from jaxtrain.mesh.rules import active_axes, resolve_rules, use_rules
+from jaxtrain.mesh.constraints import active_axes, use_rules
+from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.ops import context
 from jaxtrain.ops.kernels import Score
 from jaxtrain.ops.zigzag import row_order

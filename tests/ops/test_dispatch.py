@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxtrain.config import AXES, ConfigError, RulesConfig
-from jaxtrain.mesh.rules import resolve_rules, use_rules
+from jaxtrain.mesh.constraints import use_rules
+from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.ops import dispatch
 from jaxtrain.ops.dispatch import Experts, Map, mixture
 from jaxtrain.ops.grouped import grouped_matmul

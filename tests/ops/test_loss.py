@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.config import RulesConfig
-from jaxtrain.mesh.rules import resolve_rules, use_rules
+from jaxtrain.mesh.constraints import use_rules
+from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.ops import loss
 from jaxtrain.ops.loss import IGNORE, cross_entropy, loss_sums
 

@@ -54,7 +54,8 @@ RING = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtrain.config import AXES, RulesConfig, load_config
-from jaxtrain.mesh.rules import resolve_rules, use_rules
+from jaxtrain.mesh.constraints import use_rules
+from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.ops import context
 from jaxtrain.ops.kernels import MOSAIC, Score
 from jaxtrain.program.compile import make_request

@@ -20,7 +20,8 @@ from jaxtrain import optim
 from jaxtrain.config import load_config
 from jaxtrain.data import IGNORE
 from jaxtrain.data.packing import fill
-from jaxtrain.mesh.rules import active_axes, shard_mapped
+from jaxtrain.mesh.constraints import active_axes
+from jaxtrain.mesh.shard_map import shard_mapped
 from jaxtrain.nn.model import Model
 from jaxtrain.numerics.counter import counter_add
 from jaxtrain.numerics.precision import Precision

@@ -64,7 +64,8 @@ def measure(options: argparse.Namespace, mesh: Any, backend: str, context_method
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxtrain.config import ConfigError, RulesConfig, validate
-    from jaxtrain.mesh.rules import resolve_rules, use_rules
+    from jaxtrain.mesh.constraints import use_rules
+    from jaxtrain.mesh.rules import resolve_rules
     from jaxtrain.ops.attention import attend, use_attention
     from jaxtrain.train.options import compiler_options
 

@@ -114,7 +114,7 @@ def layer_loss(asked: Any, mesh: Any, rules: Any, way: str, skew: float, x: Any,
     import jax
     import jax.numpy as jnp
 
-    from jaxtrain.mesh.rules import use_rules
+    from jaxtrain.mesh.constraints import use_rules
     from jaxtrain.ops import routing
     from jaxtrain.ops.dispatch import mixture
     from jaxtrain.ops.reference import use_reference
