@@ -1,4 +1,4 @@
-"""Saving and restoring: `Checkpoints`, `digest`, `gather_json`. Importing it costs a second (Orbax)."""
+"""Save and restore training state: `Checkpoints`, `digest`, `gather_json`. Importing Orbax takes a second."""
 
 from jaxtrain.checkpoint.digest import digest
 from jaxtrain.checkpoint.gather import gather_json

@@ -1,8 +1,9 @@
-"""A fingerprint of a state that does not depend on how it is sharded.
+"""A digest of each leaf of a state that is the same for every sharding.
 
-Each leaf is read as unsigned words; the digest is the wrap-around sum of word x odd weight of its global position.
-An odd weight is invertible modulo 2^32, so one altered word always alters the sum, and position-dependent weights
-notice exchanged words. Integer sums are exact in any order: every sharding gives the same digest.
+Each leaf is read as unsigned words. Its digest is the sum modulo 2^32 of word x weight, where the weight is an odd
+number that depends on the word's global position. An odd weight is invertible modulo 2^32, so changing one word always
+changes the sum; weights differ between positions, so exchanging words changes it too. Integer sums are exact in any
+order, so the digest does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -14,39 +15,40 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+from jaxtrain.mesh.layout import flatten_paths
+
+WORD_DTYPES = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def digest(tree: Any) -> dict[str, int]:
-    """Path -> digest below 2^32 of each leaf; floats, integers, booleans and random keys, on any mesh."""
-    leaves = flatten(tree)
+    """{path: digest below 2^32} of every leaf: floats, integers, booleans and random keys, on any mesh."""
+    leaves = flatten_state(tree)
     meshes = {leaf.sharding.mesh for leaf in leaves.values() if isinstance(leaf.sharding, NamedSharding)}
-    assert len(meshes) <= 1, f"a state lives on one mesh, not on {len(meshes)}"
+    assert len(meshes) <= 1, f"the leaves of a state must share one mesh, these have {len(meshes)}"
     sums = jax.device_get(_digester(meshes.pop() if meshes else None)(list(leaves.values())))
     return {path: int(value) for path, value in zip(leaves, sums, strict=True)}
 
 
-def flatten(tree: Any) -> dict[str, Any]:
-    """'a/b/c' -> leaf, in tree order."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    assert len(flat) == len(leaves), "two leaves of the state have the same path"
+def flatten_state(tree: Any) -> dict[str, Any]:
+    """{'a/b/c': leaf} in tree order; the paths must be distinct."""
+    flat = flatten_paths(tree)
+    assert len(flat) == len(jax.tree.leaves(tree)), "two leaves of the state have the same path"
     return flat
 
 
 @lru_cache
 def _digester(mesh: Mesh | None) -> Any:
-    """One jitted function a mesh; its result, one number a leaf, is on every device."""
-    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-    return jax.jit(lambda leaves: jnp.stack([_sum(leaf) for leaf in leaves]), out_shardings=everywhere)
+    """The jitted function for one mesh; its result [leaves] is replicated over the mesh."""
+    replicated = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    return jax.jit(lambda leaves: jnp.stack([_weighted_sum(leaf) for leaf in leaves]), out_shardings=replicated)
 
 
-def _sum(leaf: jax.Array) -> jax.Array:
+def _weighted_sum(leaf: jax.Array) -> jax.Array:
     words = _words(leaf)
     position = jnp.zeros(words.shape, jnp.uint32)
-    for dim, length in enumerate(words.shape):
-        position = position * jnp.uint32(length) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-    # an even multiple of a mixed position plus one is odd, and neighbours' weights are far apart
+    for dim, size in enumerate(words.shape):
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+    # An even multiple of the mixed position, plus one, is odd; the weights of neighbours differ in many bits.
     weight = (position ^ (position >> 15)) * jnp.uint32(0x9E3779B2) + jnp.uint32(1)
     return jnp.sum(words.astype(jnp.uint32) * weight, dtype=jnp.uint32)
 
@@ -54,7 +56,7 @@ def _sum(leaf: jax.Array) -> jax.Array:
 def _words(leaf: jax.Array) -> jax.Array:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
-    leaf = jax.device_put(leaf, jax.memory.Space.Device)  # offloaded leaves rest in host memory
+    leaf = jax.device_put(leaf, jax.memory.Space.Device)  # offloaded leaves are in host memory
     if leaf.dtype == jnp.bool_:
         return leaf.astype(jnp.uint8)
-    return jax.lax.bitcast_convert_type(leaf, WORDS[min(leaf.dtype.itemsize, 4)])
+    return jax.lax.bitcast_convert_type(leaf, WORD_DTYPES[min(leaf.dtype.itemsize, 4)])

@@ -1,8 +1,8 @@
-"""Checkpoints: saved together at an update border, verified when read, restored onto any mesh.
+"""Checkpoints: state and data position saved together after a step, verified when read, restored onto any mesh.
 
-A step holds the state's arrays (Orbax, by path) and one JSON record: data position, meta, the digest and shape of
-every leaf, and a hash of the record itself. Orbax commits a step atomically but does not notice altered bytes; the
-digests do.
+A checkpoint holds the state's arrays (Orbax, by path) and one JSON record: data position, metadata, the digest and
+shape of every leaf, and a hash of the record itself. Orbax commits a checkpoint atomically but does not detect altered
+bytes; the digests do.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from jaxtrain.checkpoint.digest import digest, flatten
+from jaxtrain.checkpoint.digest import digest, flatten_state
 from jaxtrain.config import CheckpointConfig, ConfigError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 CheckpointRecord = dict[str, Any]
 
 
 class Restored(NamedTuple):
-    """What a checkpoint held: update count, state on its target shardings, data position, meta."""
+    """The contents of a checkpoint: step number, state with the requested shardings, data position, metadata."""
 
     step: int
     state: Any
@@ -40,16 +40,16 @@ class Restored(NamedTuple):
 
 
 class UnreadableError(Exception):
-    """A step whose bytes are missing, altered or not JSON."""
+    """A checkpoint whose bytes are missing, altered or not JSON."""
 
 
 class Checkpoints:
-    """The checkpoints of one run directory; every method is called by all processes alike."""
+    """The checkpoints of one run directory. Every method is a collective: all processes must call it."""
 
     def __init__(self, directory: Path, config: CheckpointConfig) -> None:
-        """Open or create `directory`, clearing half-written steps; ConfigError where it cannot be written."""
+        """Open or create `directory` and delete incomplete checkpoints; ConfigError if it cannot be written."""
         self.directory = Path(directory).absolute()
-        self._rejected: list[int] = []
+        self._damaged: list[int] = []
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.keep,
             enable_async_checkpointing=config.asynchronous,
@@ -60,35 +60,36 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def save(self, step: int, state: Any, data: dict[str, Any], meta: dict[str, Any]) -> bool:
-        """Write `state` (arrays), `data` and `meta` (JSON, equal on all processes); False if the step is saved already.
+        """Write `state` (arrays), `data` and `meta` (JSON, equal on all processes); False if the step already exists.
 
-        Returns when the state may be donated; writing goes on in the background, and what went wrong there is raised
-        by the next call. Raises ConfigError where the directory cannot be written.
+        Returns as soon as the state may be donated. Writing continues in the background; the next call raises its
+        errors. Raises ConfigError if the directory cannot be written.
         """
-        self._set_rejected_aside()
+        self._rename_damaged()
         if step in self._manager.all_steps():
             return False
-        leaves = flatten(state)
+        leaves = flatten_state(state)
         shapes = {path: _describe(leaf) for path, leaf in leaves.items()}
-        record = _seal({"data": data, "meta": meta, "digests": digest(state), "leaves": shapes})
+        record = _with_hash({"data": data, "meta": meta, "digests": digest(state), "leaves": shapes})
         args = ocp.args.Composite(state=ocp.args.StandardSave(leaves), record=ocp.args.JsonSave(record))
         with self._writing():
             return self._manager.save(step, args=args, force=True)
 
     def restore(self, abstract_state: Any) -> Restored | None:
-        """The newest intact step on the shardings of `abstract_state` (ShapeDtypeStructs); None if none was saved.
+        """The newest intact checkpoint, sharded as `abstract_state` (ShapeDtypeStructs) says; None if there is none.
 
-        Every leaf is a fresh buffer, safe to donate. A damaged step is reported and the one before is tried; the next
-        save sets it aside. Raises ConfigError where no step is intact, or where a step holds another model's state.
+        Every leaf is a new buffer, safe to donate. A damaged checkpoint is logged and the previous one is tried; the
+        next save renames the damaged one. Raises ConfigError if no checkpoint is intact, or if it holds the state of
+        another model.
         """
         self.wait()
         reasons: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            restored, reason = self._try(step, abstract_state)
+            restored, reason = self._restore_step(step, abstract_state)
             if restored is not None:
-                self._rejected = list(reasons)
+                self._damaged = list(reasons)
                 return restored
-            log.warning("checkpoint %s of %s is damaged: %s", step, self.directory, reason)
+            logger.warning("checkpoint %s of %s is damaged: %s", step, self.directory, reason)
             reasons[step] = reason
         if not reasons:
             return None
@@ -99,44 +100,47 @@ class Checkpoints:
         )
 
     def read_meta(self, step: int) -> dict[str, Any]:
-        """The meta saved with a step; ConfigError where its record cannot be read."""
+        """The metadata of a checkpoint; ConfigError if its record cannot be read."""
         try:
             return self._read_record(step)["meta"]
         except UnreadableError as error:
             raise ConfigError(f"checkpoint {step} of {self.directory} cannot be read: {error}") from None
 
     def latest(self) -> int | None:
-        """The newest step saved or being saved."""
+        """The newest step that is saved or being saved."""
         return self._manager.latest_step()
 
     def wait(self) -> None:
-        """Return when everything is on disk; ConfigError where writing failed."""
+        """Wait until everything is on disk; ConfigError if writing failed."""
         with self._writing():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, then release the writer's threads."""
+        """Wait for writes, then release the writer's threads."""
         with self._writing():
             self._manager.close()
 
-    def _try(self, step: int, abstract_state: Any) -> tuple[Restored | None, str]:
-        """One step, or why not: processes agree, since a file may be lost to one of them only."""
+    def _restore_step(self, step: int, abstract_state: Any) -> tuple[Restored | None, str]:
+        """One checkpoint, or the reason why it cannot be read.
+
+        A file may be missing on one process only, so all processes agree on the outcome.
+        """
         reason, record = "", {}
         try:
             record = self._read_record(step)
         except UnreadableError as error:
             reason = str(error)
-        if reason := _agree(reason):
+        if reason := _shared_reason(reason):
             return None, reason
         self._check_tree(step, record["leaves"], abstract_state)
         try:
             state = self._read_state(step, abstract_state)
-        except Exception as error:  # the array library raises whatever its file formats make of altered bytes
+        except Exception as error:  # altered bytes raise errors of many types in the array library
             reason = f"{type(error).__name__}: {_first_line(error)}"
-        if reason := _agree(reason):
+        if reason := _shared_reason(reason):
             return None, reason
-        found = digest(state)
-        altered = [path for path, value in record["digests"].items() if found[path] != value]
+        digests = digest(state)
+        altered = [path for path, value in record["digests"].items() if digests[path] != value]
         if altered:
             return None, f"altered bytes in {_list(altered)}"
         return Restored(step, state, record["data"], record["meta"]), ""
@@ -145,48 +149,48 @@ class Checkpoints:
         try:
             args = ocp.args.Composite(record=ocp.args.JsonRestore())
             record = self._manager.restore(step, args=args)["record"]
-        except Exception as error:  # missing, truncated or not JSON: each its own type
+        except Exception as error:  # missing, truncated and malformed files raise different types
             raise UnreadableError(f"record: {type(error).__name__}: {_first_line(error)}") from None
-        if not isinstance(record, dict) or record.get("sha256") != _seal(record)["sha256"]:
+        if not isinstance(record, dict) or record.get("sha256") != _with_hash(record)["sha256"]:
             raise UnreadableError("record: altered bytes")
         return record
 
     def _read_state(self, step: int, abstract_state: Any) -> Any:
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(flatten(abstract_state)))
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(flatten_state(abstract_state)))
         leaves = self._manager.restore(step, args=args)["state"]
-        # What was read may share memory with the reader; a donated leaf must be its own. One at a time: half the peak.
-        owned = [jnp.copy(leaves.pop(path)) for path in flatten(abstract_state)]
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), owned)
+        # Arrays may share memory with the reader, and donated leaves must not. Copying one at a time halves the peak.
+        copies = [jnp.copy(leaves.pop(path)) for path in flatten_state(abstract_state)]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), copies)
 
-    def _check_tree(self, step: int, saved: dict[str, str], abstract_state: Any) -> None:
-        wanted = {path: _describe(leaf) for path, leaf in flatten(abstract_state).items()}
-        if saved == wanted:
+    def _check_tree(self, step: int, stored: dict[str, str], abstract_state: Any) -> None:
+        expected = {path: _describe(leaf) for path, leaf in flatten_state(abstract_state).items()}
+        if stored == expected:
             return
         differing = [
-            f"{path}: saved {saved.get(path, 'nothing')}, wanted {wanted.get(path, 'nothing')}"
-            for path in [*wanted, *(saved.keys() - wanted.keys())]
-            if saved.get(path) != wanted.get(path)
+            f"{path}: checkpoint has {stored.get(path, 'nothing')}, configuration needs {expected.get(path, 'nothing')}"
+            for path in [*expected, *(stored.keys() - expected.keys())]
+            if stored.get(path) != expected.get(path)
         ]
         raise ConfigError(
             f"checkpoint {step} of {self.directory} holds the state of another configuration:\n  "
             + _list(differing, "\n  ")
-            + "\nuse the model, optimizer and precision settings it was saved with, or another run directory"
+            + "\nuse the model, optimizer and precision settings that it was saved with, or another run directory"
         )
 
-    def _set_rejected_aside(self) -> None:
-        """Rename damaged steps that restore passed over, so that their numbers are free and nothing is lost."""
-        if not self._rejected:
+    def _rename_damaged(self) -> None:
+        """Rename damaged checkpoints that restore skipped, so that their step numbers can be saved again."""
+        if not self._damaged:
             return
         if jax.process_index() == 0:
-            for step in self._rejected:
+            for step in self._damaged:
                 names = (self.directory / f"damaged-{step}-{n}" for n in itertools.count())
                 target = next(name for name in names if not name.exists())
                 with self._writing():
                     (self.directory / str(step)).rename(target)
-                log.warning("damaged checkpoint %s now lies in %s", step, target)
+                logger.warning("damaged checkpoint %s renamed to %s", step, target)
         if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("damaged checkpoints set aside")
-        self._rejected = []
+            multihost_utils.sync_global_devices("damaged checkpoints renamed")
+        self._damaged = []
         self._manager.reload()
 
     @contextmanager
@@ -194,7 +198,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            # the array writer reports a full disk as a ValueError that quotes the system's error
+            # The array writer reports a full disk as a ValueError that quotes the system's error.
             if not isinstance(error, OSError) and "os_error_code" not in str(error):
                 raise
             cause = getattr(error, "strerror", None) or str(error).rsplit(": ", 1)[-1]
@@ -204,15 +208,15 @@ class Checkpoints:
             ) from error
 
 
-def _seal(record: CheckpointRecord) -> CheckpointRecord:
-    """The record as JSON reads it back, with the hash of its contents."""
+def _with_hash(record: CheckpointRecord) -> CheckpointRecord:
+    """The record as it is after a JSON round trip, with a hash of its contents."""
     contents = json.loads(json.dumps({key: value for key, value in record.items() if key != "sha256"}))
     text = json.dumps(contents, sort_keys=True)
     return {**contents, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def _agree(reason: str) -> str:
-    """Empty if no process has a reason to give up, else this process's or a note on the others."""
+def _shared_reason(reason: str) -> str:
+    """This process's reason to give up, else a note on the processes that have one; empty if none has. A collective."""
     if jax.process_count() == 1:
         return reason
     failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(reason)))

@@ -21,10 +21,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.checkpoint import Checkpoints, digest, gather_json
-from jaxtrain.checkpoint.gather import merge
+from jaxtrain.checkpoint.gather import merge_nested
 from jaxtrain.config import CheckpointConfig, ConfigError
 
-# the array reader leaves coroutines behind when a file is damaged
+# The array reader leaves unawaited coroutines when a file is damaged.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ def mesh_of(*sizes):
     return jax.make_mesh(sizes, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count])
 
 
-def place(tree, mesh, spec):
+def shard(tree, mesh, spec):
     """Each leaf sharded by `spec` where its shape allows, else replicated."""
 
     def one(leaf):
@@ -49,7 +49,7 @@ def place(tree, mesh, spec):
 
 
 def state_of(seed, mesh=None, spec=("data",), width=64):
-    """A tree of every kind of leaf that a train state has; float32 noise does not compress."""
+    """A tree with every kind of leaf of a train state; float32 noise does not compress."""
     rng = np.random.default_rng(seed)
     tree = {
         "params": {
@@ -61,7 +61,7 @@ def state_of(seed, mesh=None, spec=("data",), width=64):
         "key": jax.random.key(seed),
         "flags": jnp.array([True, False]),
     }
-    return place(tree, mesh or mesh_of(8, 1), P(*spec))
+    return shard(tree, mesh or mesh_of(8, 1), P(*spec))
 
 
 def abstract(state):
@@ -74,7 +74,7 @@ def raw(tree):
     return [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def same(left, right):
+def assert_equal_trees(left, right):
     assert jax.tree.structure(left) == jax.tree.structure(right)
     for a, b in zip(raw(left), raw(right), strict=True):
         assert a.dtype == b.dtype
@@ -86,8 +86,8 @@ def store(directory, keep=3, asynchronous=True):
 
 
 @functools.cache
-def saved_bytes(root):
-    """A directory with steps 1 and 2, to be copied."""
+def two_checkpoints(root):
+    """A directory with checkpoints 1 and 2, copied by each test."""
     checkpoints = store(root)
     for step in (1, 2):
         checkpoints.save(step, state_of(step), DATA, {**META, "step": step})
@@ -98,7 +98,7 @@ def saved_bytes(root):
 @pytest.fixture
 def two(tmp_path, tmp_path_factory):
     base = tmp_path_factory.getbasetemp() / "two-steps"
-    subprocess.run(["cp", "-r", saved_bytes(base), tmp_path / "run"], check=True)
+    subprocess.run(["cp", "-r", two_checkpoints(base), tmp_path / "run"], check=True)
     return tmp_path / "run"
 
 
@@ -150,13 +150,15 @@ def test_digest_sees_exchanged_elements_and_the_sign_of_zero():
     assert digest({"a": jnp.zeros(3)}) != digest({"a": -jnp.zeros(3)})
 
 
-def test_leaves_in_host_memory_have_the_same_digest_and_stay_there(tmp_path):
+def test_leaves_in_host_memory_have_the_same_digest_and_are_restored_to_it(tmp_path):
     w = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
-    near, far = ({"w": jax.device_put(w, NamedSharding(mesh_of(8, 1), P("data"), memory_kind=kind))} for kind in KINDS)
-    assert digest(near) == digest(far)
+    on_device, on_host = (
+        {"w": jax.device_put(w, NamedSharding(mesh_of(8, 1), P("data"), memory_kind=kind))} for kind in KINDS
+    )
+    assert digest(on_device) == digest(on_host)
     checkpoints = store(tmp_path)
-    checkpoints.save(1, far, {}, {})
-    restored = checkpoints.restore(abstract(far)).state
+    checkpoints.save(1, on_host, {}, {})
+    restored = checkpoints.restore(abstract(on_host)).state
     checkpoints.close()
     assert restored["w"].sharding.memory_kind == "pinned_host"
     np.testing.assert_array_equal(restored["w"], w)
@@ -178,7 +180,7 @@ def test_round_trip_on_another_mesh(tmp_path, asynchronous):
         again = store(tmp_path)
         step, restored, data, meta = again.restore(target)
         assert (step, data, meta) == (7, DATA, META)
-        same(restored, state)
+        assert_equal_trees(restored, state)
         assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, target)
         again.close()
 
@@ -203,7 +205,7 @@ def test_state_may_be_donated_right_after_save(tmp_path):
     jax.block_until_ready(spoiled)
     restored = checkpoints.restore(abstract(state_of(0, width=40_000))).state
     checkpoints.close()
-    same(restored, state_of(3, width=40_000))
+    assert_equal_trees(restored, state_of(3, width=40_000))
 
 
 def test_saving_a_step_twice_keeps_the_first(two):
@@ -212,11 +214,11 @@ def test_saving_a_step_twice_keeps_the_first(two):
     assert not checkpoints.save(2, state_of(9), {}, {})
     step, state, _, meta = checkpoints.restore(abstract(state_of(0)))
     assert (step, meta["step"]) == (2, 2)
-    same(state, state_of(2))
+    assert_equal_trees(state, state_of(2))
     checkpoints.close()
 
 
-def test_only_the_newest_are_kept_and_leftovers_are_cleared(tmp_path):
+def test_only_the_newest_checkpoints_remain_and_incomplete_ones_are_deleted(tmp_path):
     (tmp_path / "9.orbax-checkpoint-tmp-1").mkdir()
     checkpoints = store(tmp_path, keep=2)
     for step in (10, 20, 30):
@@ -230,21 +232,21 @@ def test_only_the_newest_are_kept_and_leftovers_are_cleared(tmp_path):
 
 
 def falls_back(directory, caplog, *words):
-    """Step 2 is damaged: step 1 comes back, the log says why, and a new step 2 can be saved."""
+    """Checkpoint 2 is damaged: restore returns 1 and logs the reason, and a new checkpoint 2 can be saved."""
     checkpoints = store(directory)
     with caplog.at_level(logging.WARNING):
         step, state, data, meta = checkpoints.restore(abstract(state_of(0)))
     assert (step, data, meta) == (1, DATA, {**META, "step": 1})
-    same(state, state_of(1))
-    said = [r.getMessage() for r in caplog.records if r.name.startswith("jaxtrain")]
-    assert any("checkpoint 2 of" in line and all(word in line for word in words) for line in said), said
+    assert_equal_trees(state, state_of(1))
+    messages = [r.getMessage() for r in caplog.records if r.name.startswith("jaxtrain")]
+    assert any("checkpoint 2 of" in line and all(word in line for word in words) for line in messages), messages
     assert checkpoints.save(2, state_of(22), DATA, META)
     checkpoints.close()
     again = store(directory)
     step, state, _, _ = again.restore(abstract(state_of(0)))
     again.close()
     assert step == 2
-    same(state, state_of(22))
+    assert_equal_trees(state, state_of(22))
     assert (directory / "damaged-2-0").is_dir()
 
 
@@ -253,8 +255,8 @@ def test_a_flipped_byte_in_an_array_falls_back(two, caplog):
     falls_back(two, caplog)
 
 
-def test_a_flipped_byte_that_the_file_format_does_not_notice_is_seen_by_the_digest(two, caplog):
-    """The middle of an incompressible chunk: only the digest stands between it and training."""
+def test_the_digest_detects_a_flipped_byte_that_the_file_format_does_not(two, caplog):
+    """A byte inside an incompressible chunk: only the digest covers it."""
     row = np.asarray(state_of(2)["words"])[1].tobytes()
     holders = [f for f in (two / "2").rglob("*") if f.is_file() and row in f.read_bytes()]
     assert holders, "the array's bytes are not stored as they are"
@@ -264,7 +266,7 @@ def test_a_flipped_byte_that_the_file_format_does_not_notice_is_seen_by_the_dige
 
 
 @pytest.mark.parametrize("damage", ["truncated", "deleted", "empty", "no record", "altered record", "bad metadata"])
-def test_lost_or_altered_files_fall_back(two, caplog, damage):
+def test_missing_or_altered_files_fall_back(two, caplog, damage):
     target, record = largest_file(two / "2" / "state"), two / "2" / "record" / "metadata"
     if damage == "truncated":
         target.write_bytes(target.read_bytes()[:100])
@@ -295,7 +297,7 @@ def test_no_readable_step_is_one_clear_error(two):
     checkpoints.close()
 
 
-def test_another_models_state_is_named_leaf_by_leaf(two):
+def test_the_state_of_another_model_is_reported_leaf_by_leaf(two):
     other = state_of(0, width=128)
     other["params"]["extra"] = other["params"].pop("b")
     checkpoints = store(two)
@@ -304,9 +306,9 @@ def test_another_models_state_is_named_leaf_by_leaf(two):
     checkpoints.close()
     for words in (
         "checkpoint 2",
-        "params/w: saved float32[64, 64], wanted float32[128, 64]",
-        "params/b: saved bfloat16[8], wanted nothing",
-        "params/extra: saved nothing, wanted bfloat16[8]",
+        "params/w: checkpoint has float32[64, 64], configuration needs float32[128, 64]",
+        "params/b: checkpoint has bfloat16[8], configuration needs nothing",
+        "params/extra: checkpoint has nothing, configuration needs bfloat16[8]",
     ):
         assert words in str(error.value)
 
@@ -318,7 +320,7 @@ def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path):
 
 
 def test_a_full_disk_is_a_clear_error_and_later_saves_go_on(two):
-    """A limit on file sizes stands for the full disk."""
+    """A limit on file sizes simulates the full disk."""
     checkpoints, soft_hard = store(two), resource.getrlimit(resource.RLIMIT_FSIZE)
     large = state_of(3, width=40_000)
     digest(large)
@@ -360,19 +362,19 @@ import time; time.sleep(60)
 """
 
 
-def test_kill_in_the_middle_of_a_save_leaves_the_step_before(tmp_path):
+def test_killing_a_save_leaves_the_previous_checkpoint(tmp_path):
     process = python(KILLED, tmp_path)
     assert process.stdout.readline() == "saving\n"
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     names = [p.name for p in tmp_path.iterdir()]
-    assert any("tmp" in name for name in names), f"killed too late to test anything: {names}"
+    assert any("tmp" in name for name in names), f"killed after the save had finished: {names}"
     checkpoints = store(tmp_path)
     assert checkpoints.latest() == 1
     step, state, _, _ = checkpoints.restore(abstract(state_of(0, width=100_000)))
     checkpoints.close()
     assert step == 1
-    same(state, state_of(1, width=100_000))
+    assert_equal_trees(state, state_of(1, width=100_000))
     assert not any("tmp" in p.name for p in tmp_path.iterdir())
 
 
@@ -410,22 +412,22 @@ def test_two_processes_save_and_one_restores(tmp_path):
         s.bind(("localhost", 0))
         address = f"localhost:{s.getsockname()[1]}"
     processes = [python(TWO, tmp_path, address, i, JAX_NUM_CPU_DEVICES="4") for i in range(2)]
-    said = [json.loads(p.communicate(timeout=120)[0].splitlines()[-1]) for p in processes]
-    assert [p.returncode for p in processes] == [0, 0] and said[0] == said[1]
-    assert said[0]["step"] == 4
-    assert said[0]["data"] == {"shards": {"0": {"document": 1}, "1": {"document": 1000}}, "epoch": 1}
-    assert said[0]["digest"] == digest(state_of(4))
-    assert said[0]["clash"] == "processes disagree on epoch: 0 and 1"
+    outputs = [json.loads(p.communicate(timeout=120)[0].splitlines()[-1]) for p in processes]
+    assert [p.returncode for p in processes] == [0, 0] and outputs[0] == outputs[1]
+    assert outputs[0]["step"] == 4
+    assert outputs[0]["data"] == {"shards": {"0": {"document": 1}, "1": {"document": 1000}}, "epoch": 1}
+    assert outputs[0]["digest"] == digest(state_of(4))
+    assert outputs[0]["clash"] == "processes disagree on epoch: 0 and 1"
     checkpoints = store(tmp_path)
     step, state, data, _ = checkpoints.restore(abstract(state_of(0, mesh_of(2, 1))))
     checkpoints.close()
-    assert step == 5 and data == said[0]["data"]
-    same(state, state_of(4))
+    assert step == 5 and data == outputs[0]["data"]
+    assert_equal_trees(state, state_of(4))
     assert (tmp_path / "damaged-5-0").is_dir()
 
 
-def test_gather_in_one_process_is_the_identity_and_merge_is_deep():
+def test_gather_in_one_process_returns_its_input_and_merging_is_recursive():
     assert gather_json(DATA) == DATA
-    assert merge({"a": {"x": 1}, "c": 3}, {"a": {"y": 2}, "c": 3}) == {"a": {"x": 1, "y": 2}, "c": 3}
+    assert merge_nested({"a": {"x": 1}, "c": 3}, {"a": {"y": 2}, "c": 3}) == {"a": {"x": 1, "y": 2}, "c": 3}
     with pytest.raises(ValueError, match="disagree on a/x: 1 and 2"):
-        merge({"a": {"x": 1}}, {"a": {"x": 2}})
+        merge_nested({"a": {"x": 1}}, {"a": {"x": 2}})
