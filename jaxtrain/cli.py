@@ -271,26 +271,26 @@ class Verify:
         return self._reference(overrides, devices) if config is None else self._layouts(config, devices)
 
     def _layouts(self, config: RunConfig, devices: list[Any]) -> int:
-        from jaxtrain.prove.show import failures, progress, show_report, to_json
+        from jaxtrain.prove.show import fault_lines, report_to_json, show_report, verify_progress
         from jaxtrain.prove.verify import verify
 
         errors = Console(stderr=True)
-        with progress(errors, shown=config.observe.progress and errors.is_terminal) as on_progress:
+        with verify_progress(errors, shown=config.observe.progress and errors.is_terminal) as on_progress:
             report = verify(config, self.layouts, devices, on_progress)
         if self.json:
-            print_json(to_json(report))
+            print_json(report_to_json(report))
         else:
             show_report(report, Console())
-        for line in failures(report):
+        for line in fault_lines(report):
             print(f"jaxtrain: {line}", file=sys.stderr)
         return 0 if report.passed else 1
 
     def _reference(self, overrides: Sequence[str], devices: list[Any]) -> int:
-        from jaxtrain.prove.reference import check
+        from jaxtrain.prove.reference import check_reference
 
         assert self.reference is not None
         sizes = [f"mesh.{item.strip()}" for item in self.mesh.split(",")] if self.mesh else []
-        result = check(self.reference, [*sizes, *overrides], devices)
+        result = check_reference(self.reference, [*sizes, *overrides], devices)
         if self.json:
             print_json(result.to_json())
         else:

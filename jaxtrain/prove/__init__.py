@@ -1,1 +1,1 @@
-"""Proof that the layout never changes the answer: `verify`. Import submodules: devices must be made first."""
+"""`verify`: check that no layout changes the result. Import submodules, so that devices can be configured first."""

@@ -1,4 +1,4 @@
-"""Two outcomes, leaf by leaf: what differs by more than float32 explains."""
+"""Compare two outcomes leaf by leaf, with bounds that float32 rounding explains."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.prove.measure import Outcome
 
 Tree = Any
 
 BOUNDS = {"gradient": 2e-5, "masked": 0.0, "sum": 1e-5, "metric": 2e-5, "moment": 1e-4, "parameter": 1e-3}
-"""Largest relative error of each kind, in the order in which a fault is looked for. Integers have none.
+"""Largest relative error of each kind of leaf, in the order in which failures are reported. Integers must be equal.
 
-Gradients are of the weights at birth. Later kinds follow k chained updates: a parameter's error is that of its way from
-birth, where Adam divides rounding noise by the root of a second moment.
+Gradients are those of the initial weights. The later kinds follow chained steps. The error of a parameter is that of
+its change since initialisation, in which Adam divides rounding errors by the root of a second moment.
 """
 FLOOR = 1e-3
-"""A leaf is measured by at least this share of the largest leaf of its kind."""
-NOISE, NOISE_FLOOR = 1e-6, 0.1
-"""A parameter whose gradient never exceeds NOISE of the largest is zero in exact arithmetic (a key bias without rotary
-positions) and holds rounding alone: NOISE_FLOOR takes the place of FLOOR."""
-OF_THE_LAYOUT = {"fill", "loss_scale", "traffic", "expert_traffic"}
-"""Metrics and sums that describe how the batch is laid, what moves, or how the loss is scaled, not what is learned."""
+"""A leaf's error is relative to at least this share of the largest leaf of its kind."""
+ZERO_GRADIENT, ZERO_FLOOR = 1e-6, 0.1
+"""A parameter whose gradient never exceeds ZERO_GRADIENT of the largest has the gradient 0 in exact arithmetic (a key
+bias without rotary positions). It holds rounding errors only, so ZERO_FLOOR replaces FLOOR."""
+LAYOUT_METRICS = {"fill", "loss_scale", "traffic", "expert_traffic"}
+"""Metrics and sums that describe packing, communication or loss scaling, and so depend on the layout."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One leaf's largest relative error: at birth (update 0), or after so many updates."""
+    """The largest relative error of one leaf, at the initial state (step 0) or after `step` steps."""
 
     kind: str
     leaf: str
     error: float
-    update: int = 0
+    step: int = 0
 
     @property
     def bound(self) -> float:
@@ -49,78 +50,79 @@ class Check:
         return self.error <= self.bound
 
     @property
-    def excess(self) -> float:
-        """Error in units of the bound, infinite for NaN."""
+    def error_over_bound(self) -> float:
+        """The error in units of the bound; infinite for NaN."""
         return math.inf if math.isnan(self.error) else self.error / max(self.bound, 1e-30)
 
 
 def compare(got: Outcome, want: Outcome, initial: Tree) -> list[Check]:
-    """Every leaf that `want` has, checked in `got`; `born` is the state from which both started."""
-    quiet = _quiet(want.gradients or got.gradients)
-    checks = [Check("masked", leaf, math.inf) for leaf in got.moved]
+    """One check for every leaf of `want`. Both outcomes start from the state `initial`."""
+    zero = _zero_gradients(want.gradients or got.gradients)
+    checks = [Check("masked", leaf, math.inf) for leaf in got.mask_leaks]
     for batch, gradient in enumerate(want.gradients):
-        checks += _leaves("gradient", got.gradients[batch], gradient, quiet)
-        checks += _values("sum", got.sums[batch], _learned(want.sums[batch]))
-    for update in range(len(want.states)):
-        checks += (replace(check, update=update + 1) for check in _one_update(got, want, initial, update, quiet))
+        checks += _leaf_checks("gradient", got.gradients[batch], gradient, zero)
+        checks += _value_checks("sum", got.sums[batch], _layout_independent(want.sums[batch]))
+    for step in range(len(want.states)):
+        checks += (replace(check, step=step + 1) for check in _step_checks(got, want, initial, step, zero))
     return checks
 
 
-def guilty(checks: Iterable[Check]) -> Check | None:
-    """Of what failed first, by update and then by kind, the worst; None where all passed."""
+def first_failure(checks: Iterable[Check]) -> Check | None:
+    """The worst failed check of the first step and kind that fail; None if all passed."""
 
-    def when(check: Check) -> tuple[int, int]:
-        return check.update, list(BOUNDS).index(check.kind)
+    def order(check: Check) -> tuple[int, int]:
+        return check.step, list(BOUNDS).index(check.kind)
 
     failed = [check for check in checks if not check.passed]
-    first = min(map(when, failed), default=None)
-    return max((check for check in failed if when(check) == first), key=lambda check: check.excess, default=None)
-
-
-def flatten(tree: Tree) -> dict[str, np.ndarray]:
-    """{'layers/attention/query/weight': array} of a tree."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in leaves}
-
-
-def _one_update(got: Outcome, want: Outcome, initial: Tree, update: int, quiet: Collection[str]) -> Iterator[Check]:
-    yield from _values("metric", got.metrics[update], _learned(want.metrics[update]))
-    have, wanted = got.states[update], want.states[update]
-    yield from _values("metric", have, {name: wanted[name] for name in ("steps", "tokens")})
-    opt = flatten(have["opt"])
-    for moments in _by_moment(wanted["opt"], flatten(initial["params"])):
-        yield from _leaves("moment", opt, moments, quiet)
-    yield from _leaves(
-        "parameter", _way(have["params"], initial["params"]), _way(wanted["params"], initial["params"]), quiet
+    first = min(map(order, failed), default=None)
+    return max(
+        (check for check in failed if order(check) == first), key=lambda check: check.error_over_bound, default=None
     )
 
 
-def _learned(values: Tree) -> Tree:
-    return {name: value for name, value in values.items() if name not in OF_THE_LAYOUT}
+def _step_checks(got: Outcome, want: Outcome, initial: Tree, step: int, zero: Collection[str]) -> Iterator[Check]:
+    yield from _value_checks("metric", got.metrics[step], _layout_independent(want.metrics[step]))
+    have, wanted = got.states[step], want.states[step]
+    yield from _value_checks("metric", have, {name: wanted[name] for name in ("steps", "tokens")})
+    opt = _arrays(have["opt"])
+    for moments in _by_moment(wanted["opt"], _arrays(initial["params"])):
+        yield from _leaf_checks("moment", opt, moments, zero)
+    yield from _leaf_checks(
+        "parameter", _change(have["params"], initial["params"]), _change(wanted["params"], initial["params"]), zero
+    )
 
 
-def _leaves(kind: str, got: Tree, want: Tree, quiet: Collection[str]) -> Iterator[Check]:
-    """Leaves of one size, each beside the largest."""
-    have, wanted = flatten(got), flatten(want)
+def _arrays(tree: Tree) -> dict[str, np.ndarray]:
+    """{'layers/attention/query/weight': array}."""
+    return {path: np.asarray(leaf) for path, leaf in flatten_paths(tree).items()}
+
+
+def _layout_independent(values: Tree) -> Tree:
+    return {name: value for name, value in values.items() if name not in LAYOUT_METRICS}
+
+
+def _leaf_checks(kind: str, got: Tree, want: Tree, zero: Collection[str]) -> Iterator[Check]:
+    """Checks of leaves of one kind, relative to at least a share of the largest leaf."""
+    have, wanted = _arrays(got), _arrays(want)
     largest = max((_largest(leaf) for leaf in wanted.values()), default=0.0)
     for name, leaf in wanted.items():
-        noise = any(name == still or name.endswith("/" + still) for still in quiet)
-        yield Check(kind, name, _error(have.get(name), leaf, largest * (NOISE_FLOOR if noise else FLOOR)))
+        is_zero = any(name == path or name.endswith("/" + path) for path in zero)
+        yield Check(kind, name, _relative_error(have.get(name), leaf, largest * (ZERO_FLOOR if is_zero else FLOOR)))
 
 
-def _values(kind: str, got: Tree, want: Tree) -> Iterator[Check]:
-    """Numbers that have nothing to do with each other."""
-    have = flatten(got)
-    for name, leaf in flatten(want).items():
-        yield Check(kind, name, _error(have.get(name), leaf, 0.0))
+def _value_checks(kind: str, got: Tree, want: Tree) -> Iterator[Check]:
+    """Checks of unrelated numbers, each relative to itself."""
+    have = _arrays(got)
+    for name, leaf in _arrays(want).items():
+        yield Check(kind, name, _relative_error(have.get(name), leaf, 0.0))
 
 
-def _error(got: np.ndarray | None, want: np.ndarray, least: float) -> float:
+def _relative_error(got: np.ndarray | None, want: np.ndarray, least_scale: float) -> float:
     if got is None or got.shape != want.shape:
         return math.inf
     if want.dtype.kind in "biu":
         return 0.0 if np.array_equal(got, want) else math.inf
-    scale = max(_largest(want), least, 1e-30)
+    scale = max(_largest(want), least_scale, 1e-30)
     return float(np.max(np.abs(np.asarray(got, np.float64) - want), initial=0)) / scale
 
 
@@ -128,23 +130,23 @@ def _largest(leaf: np.ndarray) -> float:
     return float(np.max(np.abs(leaf), initial=0))
 
 
-def _quiet(gradients: list[Tree]) -> set[str]:
-    """Parameters whose gradient is rounding noise in every update."""
-    quiet: list[set[str]] = []
-    for leaves in map(flatten, gradients):
+def _zero_gradients(gradients: list[Tree]) -> set[str]:
+    """Paths of parameters whose gradient is rounding error in every batch."""
+    zero: list[set[str]] = []
+    for leaves in map(_arrays, gradients):
         largest = max(map(_largest, leaves.values()))
-        quiet.append({name for name, leaf in leaves.items() if _largest(leaf) <= NOISE * largest})
-    return set.intersection(*quiet) if quiet else set()
+        zero.append({name for name, leaf in leaves.items() if _largest(leaf) <= ZERO_GRADIENT * largest})
+    return set.intersection(*zero) if zero else set()
 
 
-def _by_moment(opt: Tree, parameters: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """The optimizer's leaves in groups of one size: all first moments, all second ones, everything else."""
+def _by_moment(opt: Tree, params: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+    """The optimizer's leaves in groups of similar size: first moments, second moments, everything else."""
     groups: dict[str, dict[str, np.ndarray]] = {}
-    for name, leaf in flatten(opt).items():
-        owner = next((parameter for parameter in parameters if name.endswith("/" + parameter)), "")
+    for name, leaf in _arrays(opt).items():
+        owner = next((path for path in params if name.endswith("/" + path)), "")
         groups.setdefault(name.removesuffix(owner), {})[name] = leaf
     return list(groups.values())
 
 
-def _way(params: Tree, initial: Tree) -> Tree:
+def _change(params: Tree, initial: Tree) -> Tree:
     return jax.tree.map(lambda now, then: np.asarray(now, np.float64) - then, params, initial)

@@ -1,7 +1,8 @@
-"""The layouts that a proof tries, as a table of text; the same text is what `--layouts` takes.
+"""The table of layouts that `verify` tries, in the syntax of `--layouts`.
 
-A layout is a list of items `axis=size` and `section.key=value`. Axes that it does not name are 1; data, where it is
-not named, takes the devices that are left. A layout without an item of `rules` shards what the tensor axis can.
+A layout is a list of items `axis=size` and `section.key=value`. Mesh axes that are not named have size 1, except that
+data takes the remaining devices. A layout without a `rules` item uses the preset `tensor` if the tensor axis is larger
+than 1, else `ddp`.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ SEQUENCE = (
     "tensor=2, seq=2, attention.context_parallel=ulysses, train.accumulation=2",
 )
 PIPELINE = (
-    # Alone, from as many microbatches as stages to four times as many.
+    # Pipeline alone, with 1 to 4 times as many microbatches as stages.
     "data=1, pipe=2, pipeline.schedule=gpipe, train.accumulation=2",
     "data=1, pipe=4, train.accumulation=4, remat.policy=full",
     "data=1, pipe=2, pipeline.schedule=zero_bubble, pipeline.chunks=2, train.accumulation=8",
     "data=1, pipe=4, pipeline.schedule=interleaved, train.accumulation=16",
-    # With what shards the state.
+    # With sharded state.
     "pipe=4, pipeline.schedule=gpipe, rules.preset=[zero2], train.accumulation=8",
     "pipe=2, rules.preset=[fsdp], train.accumulation=4, remat.policy=full, remat.every=2",
     "pipe=4, pipeline.schedule=zero_bubble, rules.preset=[zero1], train.accumulation=8, remat.policy=dots",
     "pipe=4, pipeline.schedule=zero_bubble, pipeline.chunks=2, rules.preset=[fsdp], train.accumulation=4",
     "pipe=2, tensor=2, pipeline.schedule=interleaved, rules.preset=[hybrid_fsdp], train.accumulation=2",
-    # With tensor parallelism; microbatches that the stages do not divide.
+    # With tensor parallelism, and numbers of microbatches that the stages do not divide.
     "pipe=4, tensor=2, rules.preset=[tensor], train.global_batch=24, train.accumulation=6",
     "pipe=4, tensor=2, pipeline.schedule=interleaved, rules.preset=[zero1,tensor_sequence], train.accumulation=8,"
     " remat.policy=offload",
@@ -82,7 +83,7 @@ PIPELINE = (
     "pipe=2, seq=4, attention.context_parallel=all_gather, pipeline.schedule=interleaved, train.accumulation=4",
     "pipe=2, tensor=2, seq=2, attention.context_parallel=ulysses, pipeline.schedule=zero_bubble, train.accumulation=2",
     "pipe=2, tensor=2, seq=2, pipeline.schedule=interleaved, rules.preset=[tensor_sequence], train.accumulation=8",
-    # Rows as each packer lays them; runs of different lengths.
+    # Each packer; stages with different numbers of layers.
     "data=2, pipe=2, pipeline.stages=[5,3], data.packing=first_fit, train.accumulation=8",
     "data=2, pipe=2, pipeline.schedule=interleaved, pipeline.stages=[3,1,2,2], data.packing=best_fit,"
     " rules.preset=[zero1], train.accumulation=4",
@@ -108,35 +109,38 @@ EXPERTS = (
 
 @dataclass(frozen=True)
 class VerifyLayout:
-    """A layout's name, its configuration and how many devices it takes."""
+    """A layout's name, configuration and number of devices."""
 
     name: str
     config: RunConfig
     devices: int
 
 
-def names_of(config: RunConfig, asked: str = "all") -> list[str]:
-    """`all`: every layout that the model has a use for, the configuration's own first; else those of the text."""
-    if asked == "all":
+def layout_names(config: RunConfig, requested: str = "all") -> list[str]:
+    """Layouts of `--layouts`: for `all` the configuration's own and the table, else those listed, separated by `;`.
+
+    Raises ConfigError if none is listed.
+    """
+    if requested == "all":
         return [FILE, *DENSE, *BACKENDS, *SEQUENCE, *PIPELINE, *(EXPERTS if config.model.moe.experts else ())]
-    names = [name.strip() for name in asked.split(";") if name.strip()]
+    names = [name.strip() for name in requested.split(";") if name.strip()]
     if not names:
-        raise ConfigError(f"--layouts {asked!r} names no layout: use all, file, or 'data=2,tensor=2;tensor=4'")
+        raise ConfigError(f"--layouts {requested!r} names no layout: use all, file, or 'data=2,tensor=2;tensor=4'")
     return names
 
 
-def layout_of(config: RunConfig, name: str, devices: int) -> VerifyLayout:
-    """One layout of a shrunk configuration on at most `devices` devices; raises ConfigError where it cannot be."""
-    laid = _own(config, devices) if name == FILE else _named(config, name)
-    sizes = laid.mesh.sizes
+def parse_layout(config: RunConfig, name: str, devices: int) -> VerifyLayout:
+    """One layout of a shrunk configuration on at most `devices` devices; raises ConfigError if it is impossible."""
+    layout = _file_layout(config, devices) if name == FILE else _listed_layout(config, name)
+    sizes = layout.mesh.sizes
     needed = devices if -1 in sizes.values() else math.prod(sizes.values())
     if needed > devices:
         raise ConfigError(f"layout {name!r} takes {needed} devices, there are {devices}: raise --devices")
-    return VerifyLayout(name, laid, needed)
+    return VerifyLayout(name, layout, needed)
 
 
-def _own(config: RunConfig, devices: int) -> RunConfig:
-    """The configuration's own mesh made small: each axis of more than one device has 2, data the rest."""
+def _file_layout(config: RunConfig, devices: int) -> RunConfig:
+    """The configuration's own mesh, shrunk: each axis larger than 1 becomes 2, and data takes the remaining devices."""
     used = [axis for axis, size in config.mesh.sizes.items() if size != 1 and axis != "data"]
     rest = devices // 2 ** len(used) if config.mesh.data != 1 else 1
     if rest == 0:
@@ -144,21 +148,21 @@ def _own(config: RunConfig, devices: int) -> RunConfig:
     return replace(config, f"mesh.data={rest}", *(f"mesh.{axis}=2" for axis in used))
 
 
-def _named(config: RunConfig, name: str) -> RunConfig:
+def _listed_layout(config: RunConfig, name: str) -> RunConfig:
     items = [item.strip() for item in re.split(r",(?![^\[]*\])", name)]
-    faulty = [item for item in items if not re.fullmatch(r"[a-z_0-9.]+=.+", item)]
-    if faulty:
-        raise ConfigError(f"layout item {faulty[0]!r} is not axis=size or section.key=value")
+    malformed = [item for item in items if not re.fullmatch(r"[a-z_0-9.]+=.+", item)]
+    if malformed:
+        raise ConfigError(f"layout item {malformed[0]!r} is not axis=size or section.key=value")
     overrides = ["mesh." + item if item.partition("=")[0] in AXES else item for item in items]
     if not any(item.startswith("rules.") for item in overrides):
-        wide = any(item.startswith("mesh.tensor=") and item != "mesh.tensor=1" for item in overrides)
-        overrides.append(f"rules.preset=[{'tensor' if wide else 'ddp'}]")
-    return replace(bare(config), *overrides)
+        has_tensor = any(item.startswith("mesh.tensor=") and item != "mesh.tensor=1" for item in overrides)
+        overrides.append(f"rules.preset=[{'tensor' if has_tensor else 'ddp'}]")
+    return replace(without_layout(config), *overrides)
 
 
-def bare(config: RunConfig) -> RunConfig:
-    """The configuration without its own layout: one microbatch, nothing sharded, nothing recomputed."""
+def without_layout(config: RunConfig) -> RunConfig:
+    """The configuration with one microbatch, nothing sharded and no rematerialisation."""
     tree = to_tree(config)
-    kept = {name: tree[name] for name in ("model", "data", "precision", "optimizer", "eval")}
+    sections = {name: tree[name] for name in ("model", "data", "precision", "optimizer", "eval")}
     rules = {"replicated_limit": config.rules.replicated_limit}
-    return validate({**kept, "rules": rules, "train": {**tree["train"], "accumulation": 1}})
+    return validate({**sections, "rules": rules, "train": {**tree["train"], "accumulation": 1}})

@@ -1,4 +1,4 @@
-"""What one layout computes: the real compiled step, run from birth on each batch and then on all in turn."""
+"""Run the compiled step of one layout: gradients of each batch at the initial state, then chained steps over all."""
 
 from __future__ import annotations
 
@@ -22,80 +22,80 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Outcome:
-    """On the host: unscaled gradients and sums of each batch at birth; metrics and state of each update.
+    """Host arrays: unscaled gradients and sums of each batch at the initial state; metrics and state of each step.
 
-    `moved` are gradient leaves that differ by a bit when what is masked is randomised.
+    `mask_leaks` are the gradient leaves that change by any bit when masked inputs are randomised.
     """
 
     gradients: list[Tree]
     sums: list[Tree]
     metrics: list[Tree]
     states: list[Tree]
-    moved: tuple[str, ...] = ()
+    mask_leaks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Watched(Step):
-    """The step, whose update also gives out the gradients and sums from which it is made."""
+class RecordingStep(Step):
+    """The training step, which also returns the gradients and sums that it uses."""
 
-    seen: list[tuple[Tree, Tree]] = field(default_factory=list)
+    recorded: list[tuple[Tree, Tree]] = field(default_factory=list)
 
     def gradients(self, params: Tree, batch: Any, scale: Any) -> tuple[Tree, Tree]:
-        """The step's own, remembered while tracing."""
-        self.seen.append(super().gradients(params, batch, scale))
-        return self.seen[-1]
+        """`Step.gradients`, recorded while it is traced."""
+        self.recorded.append(super().gradients(params, batch, scale))
+        return self.recorded[-1]
 
     def train_step(self, state: Tree, batch: Any) -> tuple[Tree, Tree]:
-        """The step's own, with (metrics, (gradients, sums)) in place of the metrics."""
+        """`Step.train_step` with (metrics, (gradients, sums)) in place of the metrics."""
         new_state, metrics = super().train_step(state, batch)
-        return new_state, (metrics, self.seen.pop())
+        return new_state, (metrics, self.recorded.pop())
 
 
-class Bench:
-    """The compiled step of one setup."""
+class StepRunner:
+    """The compiled step of one setup, run on host batches from host states."""
 
-    def __init__(self, setup: Setup, scale: float) -> None:
-        self._setup, self._scale = setup, np.float32(scale)
-        watched = Watched(**{part.name: getattr(setup.step, part.name) for part in fields(Step)})
-        self._step = compile_step(watched, setup.abstract, setup.abstract_batch)
+    def __init__(self, setup: Setup, loss_scale: float) -> None:
+        self._setup, self._loss_scale = setup, np.float32(loss_scale)
+        recording = RecordingStep(**{part.name: getattr(setup.step, part.name) for part in fields(Step)})
+        self._step = compile_step(recording, setup.abstract, setup.abstract_batch)
 
-    def run(self, initial: Tree, batches: Sequence[HostBatch], altered: HostBatch | None = None) -> Outcome:
-        """Gradients at `born` and updates from it; `altered` is batch 0 with what is masked randomised."""
-        births = [self.gradients(initial, batch) for batch in batches]
-        moved = () if altered is None else _moved(self.gradients(initial, altered), births[0])
+    def run(self, initial: Tree, batches: Sequence[HostBatch], randomized: HostBatch | None = None) -> Outcome:
+        """Gradients at `initial` and chained steps from it; `randomized` is batch 0 with masked inputs randomised."""
+        results = [self.gradients(initial, batch) for batch in batches]
+        leaks = () if randomized is None else _changed_leaves(self.gradients(initial, randomized), results[0])
         metrics, states = [], []
-        state = self._start(initial)
+        state = self._to_devices(initial)
         for batch in batches:
-            state, (values, _) = self._step(state, self._batch(batch))
+            state, (values, _) = self._step(state, self._shard(batch))
             metrics.append(jax.device_get(values))
             states.append(_on_host(self._setup.to_checkpoint(state)))
-        return Outcome([gradient for gradient, _ in births], [sums for _, sums in births], metrics, states, moved)
+        return Outcome([gradient for gradient, _ in results], [sums for _, sums in results], metrics, states, leaks)
 
     def gradients(self, initial: Tree, batch: HostBatch) -> tuple[Tree, Tree]:
-        """Unscaled gradients and sums of a state on the host."""
-        _, (_, seen) = self._step(self._start(initial), self._batch(batch))
-        gradient, sums = seen
+        """Unscaled gradients and sums of a batch at a host state."""
+        _, (_, recorded) = self._step(self._to_devices(initial), self._shard(batch))
+        gradient, sums = recorded
         ordered = {k: jax.tree.map(partial(self._setup.model.from_stack, k), part) for k, part in gradient.items()}
         gradient, sums = _on_host((ordered, sums))
-        return jax.tree.map(lambda g: g / self._scale, gradient), sums
+        return jax.tree.map(lambda g: g / self._loss_scale, gradient), sums
 
-    def _batch(self, batch: HostBatch) -> dict[str, jax.Array]:
+    def _shard(self, batch: HostBatch) -> dict[str, jax.Array]:
         return shard_batch(batch, 0, self._setup.batch_shape, self._setup.batch_sharding)
 
-    def _start(self, initial: Tree) -> Tree:
-        """The state on its devices, with this bench's loss scale."""
-        state = {**initial, "scaler": {**initial["scaler"], "scale": self._scale}}
-        # Copies: the step donates its state, and a buffer on the CPU may be the array itself.
-        placed = jax.tree.map(
+    def _to_devices(self, initial: Tree) -> Tree:
+        """The sharded state, with this runner's loss scale."""
+        state = {**initial, "scaler": {**initial["scaler"], "scale": self._loss_scale}}
+        # Copies: the step donates its state, and a CPU buffer may share the array's memory.
+        sharded = jax.tree.map(
             lambda leaf, like: jax.device_put(np.array(leaf), like.sharding), state, self._setup.checkpoint_layout
         )
-        return self._setup.from_checkpoint(placed)
+        return self._setup.from_checkpoint(sharded)
 
 
 def random_state(setup: Setup, seed: int = 0) -> Tree:
-    """A state on the host in which no parameter is 0 or 1 throughout: what multiplies by such hides what it does.
+    """A host state in which no parameter is 0 or 1 throughout, since such a factor would hide errors.
 
-    Weights are N(0, init_std**2), scales 1 and everything else 0, give or take N(0, 0.05**2).
+    Weights are N(0, init_std**2); scales are N(1, 0.05**2); biases, sinks and corrections are N(0, 0.05**2).
     """
     rng, std = np.random.default_rng(seed), setup.config.model.init_std
     means = {"scale": (1.0, 0.05), "bias": (0.0, 0.05), "sinks": (0.0, 0.05), "correction": (0.0, 0.05)}
@@ -111,7 +111,8 @@ def _on_host(tree: Tree) -> Tree:
     return jax.tree.map(np.array, jax.device_get(tree))
 
 
-def _moved(got: tuple[Tree, Tree], want: tuple[Tree, Tree]) -> tuple[str, ...]:
+def _changed_leaves(got: tuple[Tree, Tree], want: tuple[Tree, Tree]) -> tuple[str, ...]:
+    """Names of the gradients that are not bitwise equal, and "loss" if it is not."""
     pairs = {"loss": (got[1]["loss"], want[1]["loss"])}
     have = flatten_paths(got[0])
     pairs |= {name: (have[name], leaf) for name, leaf in flatten_paths(want[0]).items()}

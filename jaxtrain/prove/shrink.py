@@ -1,4 +1,4 @@
-"""A configuration made small enough to prove, with the same structure: the rule is data, and is printed."""
+"""Shrink a configuration so that it compiles and runs in seconds, keeping the model's structure."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ from typing import Any
 
 from jaxtrain.config import MlaConfig, ModelConfig, MoeConfig, RunConfig, to_tree, validate
 
-LENGTH, ROWS, VOCAB, WIDTH, HEAD, LAYERS = 32, 16, 128, 64, 8, 8
-"""Tokens of a row, rows of an update, entries of the vocabulary, width of the residual stream, of a head, layers."""
-UPDATES = 3
-"""Updates that are compared."""
+SEQ_LEN, BATCH, VOCAB, WIDTH, HEAD, LAYERS = 32, 16, 128, 64, 8, 8
+"""Tokens a sequence, sequences a global batch, vocabulary size, d_model, head_dim, number of layers."""
 
-RULE = (
-    "widths: d_model 64, head 8 (odd stays odd: 7), d_ff 96, an expert's 32, vocabulary 128, rows of 32 tokens",
-    "key/value heads and query heads a key/value head: powers of two up to 8 heads, times 3 where one has an"
-    " odd factor",
-    "layers: whole window patterns, at least 8 or all that there are; dense first layers 1, a mixture at most every"
-    " 2nd layer",
-    "windows: the same share of the row, from 2 tokens to half a row; scaled rotary positions were trained on 16",
-    "experts: 8, or 12 where an odd factor is; 2 of them a token (1 stays 1); groups 2, half of them kept",
-    "microbatches: 16 rows an update, 2 microbatches where there are several; remat at most every 2nd layer",
-    "kept as they are: tying, norms, biases, activation, positions, soft caps, sinks, router, shared experts, latent "
-    "attention, further tokens, the optimizer's rule",
-    "switched on: clipping, weight decay, z-loss, the mixtures' balancing and z-loss; float32; Adam's eps is 1e-4, so "
-    "that a gradient of rounding noise makes no whole step; no capacity, which drops by rows, not by tokens",
+SHRINK_RULES = (
+    "widths: d_model 64, head_dim 8 (7 if odd), d_ff 96, expert d_ff 32, vocabulary 128, sequences of 32 tokens",
+    "key/value heads, and query heads per key/value head: their power of two, at most 8 heads, times 3 if one of them "
+    "has an odd factor",
+    "layers: whole window patterns, at least 8 or all there are; 1 leading dense layer; a mixture at most every 2nd "
+    "layer",
+    "windows: the same share of the sequence, from 2 tokens to half of it; RoPE scaling from an original length of 16",
+    "experts: 8, or 12 with an odd factor; top_k 2 (1 stays 1); 2 groups, of which 1 is selected if not all were",
+    "batch: 16 sequences, in 2 microbatches if there were several; remat at most every 2nd layer",
+    "unchanged: tied embeddings, norms, biases, activation, positions, soft caps, sinks, router, shared experts, "
+    "latent attention, multi-token prediction, the optimizer",
+    "set: clipping, weight decay, z-loss, the mixtures' balance loss and z-loss; float32; Adam's eps 1e-4, so that "
+    "gradients of rounding size make no full step; no expert capacity, since drops depend on the layout",
 )
-"""What `shrink` does, a sentence a line."""
+"""What `shrink` does, one rule a line; printed by `verify`."""
 
 OPTIMIZER = {
     "learning_rate": 3e-3, "schedule": "cosine", "unit": "steps", "warmup": 2, "decay": 0, "total": None,
@@ -35,7 +33,7 @@ OPTIMIZER = {
 
 
 def shrink(config: RunConfig) -> RunConfig:
-    """The configuration of a proof by RULE; its mesh, rules and way of attention are left as they are."""
+    """The configuration shrunk by SHRINK_RULES; mesh, rules and attention settings are unchanged."""
     tree, train = to_tree(config), config.train
     accumulates = train.microbatch is not None or (train.accumulation or 1) > 1
     return validate({
@@ -44,28 +42,28 @@ def shrink(config: RunConfig) -> RunConfig:
         "pipeline": {**tree["pipeline"], "microbatches": None, "stages": "auto"},
         "rules": {**tree["rules"], "replicated_limit": 10**9},
         "model": _model(config.model, config.data.seq_len),
-        "data": {"seq_len": LENGTH, "tokenizer": {"vocab_size": VOCAB}},
+        "data": {"seq_len": SEQ_LEN, "tokenizer": {"vocab_size": VOCAB}},
         "train": {
-            "steps": 10, "global_batch": ROWS, "accumulation": 1 + accumulates, "z_loss": 1e-2, "sample_prompt": "",
+            "steps": 10, "global_batch": BATCH, "accumulation": 1 + accumulates, "z_loss": 1e-2, "sample_prompt": "",
         },
         "optimizer": {**tree["optimizer"], **OPTIMIZER},
         "eval": {"every": None},
     })  # fmt: skip
 
 
-def _model(model: ModelConfig, length: int) -> dict[str, Any]:
-    groups = _small(model.n_heads // model.kv_heads, 2)
-    kv_heads = _small(model.kv_heads, 3 - _twos(groups))
+def _model(model: ModelConfig, seq_len: int) -> dict[str, Any]:
+    groups = _shrink_count(model.n_heads // model.kv_heads, 2)
+    kv_heads = _shrink_count(model.kv_heads, 3 - _factors_of_two(groups))
     kv_heads //= math.gcd(kv_heads, groups, 3)
     head = HEAD - model.width_of_head % 2
     scale = model.attention_scale
     return {
         **model.model_dump(),
         "vocab_size": VOCAB, "d_model": WIDTH, "n_layers": _layers(model), "n_heads": groups * kv_heads,
-        "n_kv_heads": kv_heads, "head_dim": head, "d_ff": 96, "max_seq_len": LENGTH,
+        "n_kv_heads": kv_heads, "head_dim": head, "d_ff": 96, "max_seq_len": SEQ_LEN,
         "init_std": WIDTH**-0.5,
-        "windows": [w and max(2, min(LENGTH // 2, round(LENGTH * w / length))) for w in model.windows],
-        "rope": {**model.rope.model_dump(), "original_seq_len": LENGTH // 2},
+        "windows": [w and max(2, min(SEQ_LEN // 2, round(SEQ_LEN * w / seq_len))) for w in model.windows],
+        "rope": {**model.rope.model_dump(), "original_seq_len": SEQ_LEN // 2},
         "attention_scale": scale and scale * math.sqrt(model.width_of_head / head),
         "moe": _mixture(model.moe), "mla": _latent(model.mla, model.width_of_head, head), "mtp": min(model.mtp, 2),
     }  # fmt: skip
@@ -82,25 +80,25 @@ def _mixture(moe: MoeConfig) -> dict[str, Any]:
     groups = min(moe.groups, 2)
     return {
         **moe.model_dump(),
-        "experts": max(_small(moe.experts, 3), groups), "top_k": min(moe.top_k, 2), "groups": groups,
+        "experts": max(_shrink_count(moe.experts, 3), groups), "top_k": min(moe.top_k, 2), "groups": groups,
         "top_groups": groups if moe.top_groups == moe.groups else 1, "d_ff": moe.d_ff and 32,
         "shared": min(moe.shared, 2), "first_dense": min(moe.first_dense, 1), "every": min(moe.every, 2),
         "balance_weight": 2e-2, "z_weight": 1e-2, "capacity": None, "buffer": None,
     }  # fmt: skip
 
 
-def _latent(mla: MlaConfig, before: int, after: int) -> dict[str, Any]:
+def _latent(mla: MlaConfig, head_dim: int, new_head_dim: int) -> dict[str, Any]:
     if not mla.kv_rank:
         return {}
-    value = None if mla.v_dim is None else after if mla.v_dim == before else after - 2
+    value = None if mla.v_dim is None else new_head_dim if mla.v_dim == head_dim else new_head_dim - 2
     return {"kv_rank": 16, "q_rank": min(mla.q_rank, 24), "rope_dim": 4, "v_dim": value}
 
 
-def _small(n: int, most: int) -> int:
-    """n's power of two, up to 2**most, times 3 where n has an odd factor."""
-    twos = _twos(n)
-    return 2 ** min(twos, most) * (3 if n >> twos > 1 else 1)
+def _shrink_count(n: int, max_twos: int) -> int:
+    """The power of two in n, at most 2**max_twos, times 3 if n has an odd factor."""
+    twos = _factors_of_two(n)
+    return 2 ** min(twos, max_twos) * (3 if n >> twos > 1 else 1)
 
 
-def _twos(n: int) -> int:
+def _factors_of_two(n: int) -> int:
     return (n & -n).bit_length() - 1

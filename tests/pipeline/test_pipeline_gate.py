@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from runs import config_of, packed_rows, setup_of
 
-from jaxtrain.prove.compare import compare, guilty
-from jaxtrain.prove.measure import Bench, Outcome, random_state
+from jaxtrain.prove.compare import compare, first_failure
+from jaxtrain.prove.measure import Outcome, StepRunner, random_state
 from jaxtrain.prove.verify import FAST_CPU
 from jaxtrain.train.setup import Setup
 
@@ -31,11 +31,11 @@ def rows_of(microbatches: int) -> dict[str, np.ndarray]:
     return {name: field[PADDING:] for name, field in packed_rows(0, rows + PADDING).items()}
 
 
-def bench(rows: int, devices: int, scale: float, **more: dict[str, Any]) -> tuple[Setup, Bench]:
+def bench(rows: int, devices: int, scale: float, **more: dict[str, Any]) -> tuple[Setup, StepRunner]:
     train = {"global_batch": rows, "z_loss": 1e-2, **more.pop("train", {})}
     config = config_of(model={"n_layers": LAYERS}, optimizer={"clip_norm": 0.5}, train=train, **more)
     setup = setup_of(config.model_copy(update={"xla": FAST_CPU}), devices)
-    return setup, Bench(setup, scale)
+    return setup, StepRunner(setup, scale)
 
 
 @cache
@@ -63,5 +63,5 @@ def test_any_number_of_microbatches(stages: int, microbatches: int, schedule: st
     checks = compare(got, want, born)
     gradients = [check for check in checks if check.kind == "gradient"]
     assert len(gradients) == len(jax.tree.leaves(born["params"])) and max(check.error for check in gradients) < 2e-5
-    assert guilty(checks) is None
+    assert first_failure(checks) is None
     assert want.sums[0]["scored"] > 0 and want.metrics[0]["grad_norm"] > 0.5, "nothing was clipped"

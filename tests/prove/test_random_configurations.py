@@ -1,4 +1,4 @@
-"""Random small models under random layouts: what the trainer accepts is right, what it refuses names a setting."""
+"""Random small models under random layouts: accepted layouts pass, and refusals name a setting."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ layouts = st.fixed_dictionaries({
 
 
 def config_of(model: dict[str, Any]) -> RunConfig | None:
-    """The shrunk configuration; None where the model itself is refused, with a reason."""
+    """The shrunk configuration; None if the model is refused with a reason."""
     try:
         return shrink(validate({"model": {**model, "d_model": 64}}))
     except ConfigError as error:
@@ -43,14 +43,14 @@ def config_of(model: dict[str, Any]) -> RunConfig | None:
         return None
 
 
-def holds(model: dict[str, Any], layout: dict[str, Any]) -> str:
-    """Any layout that is accepted passes; any that is refused is refused with a setting's name."""
+def check_layout(model: dict[str, Any], layout: dict[str, Any]) -> str:
+    """An accepted layout must pass; a refusal must name a setting."""
     config = config_of(model)
     if config is None:
         return "refused"
-    proof = Verifier(config, jax.devices())
-    compiled = proof.compile(", ".join(f"{key}={str(value).replace(chr(39), '')}" for key, value in layout.items()))
-    result = proof.run(compiled)
+    verifier = Verifier(config, jax.devices())
+    compiled = verifier.compile(", ".join(f"{key}={str(value).replace(chr(39), '')}" for key, value in layout.items()))
+    result = verifier.run(compiled)
     if result.status == "refused":
         assert SETTING.search(result.reason), result.reason
     else:
@@ -61,11 +61,11 @@ def holds(model: dict[str, Any], layout: dict[str, Any]) -> str:
 @settings(max_examples=4, derandomize=True, **QUIET)  # type: ignore[arg-type]
 @given(models, layouts)
 def test_a_few_random_configurations(model: dict[str, Any], layout: dict[str, Any]) -> None:
-    holds(model, layout)
+    check_layout(model, layout)
 
 
 @pytest.mark.prove
 @settings(max_examples=60, **QUIET)  # type: ignore[arg-type]
 @given(models, layouts)
 def test_many_random_configurations(model: dict[str, Any], layout: dict[str, Any]) -> None:
-    holds(model, layout)
+    check_layout(model, layout)

@@ -1,4 +1,4 @@
-"""make prove: verify over every shipped model structure, and over settings that none of them has."""
+"""`make prove`: verify every shipped model structure, and settings that none of them has."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.config import CONFIG_ROOT, RunConfig, load_config, replace
-from jaxtrain.prove.show import failures, show_report
+from jaxtrain.prove.show import fault_lines, show_report
 from jaxtrain.prove.shrink import shrink
 from jaxtrain.prove.verify import verify
 
@@ -25,14 +25,14 @@ EXTRA: dict[str, tuple[str, ...]] = {
 
 
 def structures() -> dict[str, RunConfig]:
-    """Those that differ when they are small."""
+    """Configurations that still differ after shrinking."""
     every = {name: load_config(f"models/{name}.yaml") for name in CONFIGS}
     every |= {name: replace(load_config(FAMILY), *overrides) for name, overrides in EXTRA.items()}
-    kept: dict[str, RunConfig] = {}
+    distinct: dict[str, RunConfig] = {}
     for name, config in every.items():
-        if shrink(config) not in map(shrink, kept.values()):
-            kept[name] = config
-    return kept
+        if shrink(config) not in map(shrink, distinct.values()):
+            distinct[name] = config
+    return distinct
 
 
 @pytest.mark.prove
@@ -40,11 +40,11 @@ def structures() -> dict[str, RunConfig]:
 def test_every_layout_of_a_structure(name: str) -> None:
     report = verify(structures()[name], "all", jax.devices()[:8])
     show_report(report, Console(width=160))
-    assert not report.faults, "\n".join(failures(report))
+    assert not report.faults, "\n".join(fault_lines(report))
     assert report.counts["passed"] >= 20
     assert max(r.worst.error for r in report.results if r.worst and r.worst.kind == "gradient") <= 2e-5
 
 
-def test_no_shipped_structure_is_left_out() -> None:
+def test_every_shipped_structure_is_covered() -> None:
     small = list(map(shrink, structures().values()))
     assert all(shrink(load_config(f"models/{name}.yaml")) in small for name in CONFIGS)

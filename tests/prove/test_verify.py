@@ -1,4 +1,4 @@
-"""jaxtrain verify: what it tries, what it prints, how it ends."""
+"""`jaxtrain verify`: its layouts, model, data, comparison, output and exit status."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from jaxtrain.config import CONFIG_ROOT, ConfigError, load_config, replace, vali
 from jaxtrain.data import IGNORE
 from jaxtrain.data.packing import PACKERS
 from jaxtrain.pipeline.schedule import MAKERS, schedule_shape
-from jaxtrain.prove.batches import hostile_steps, repacked, scrambled
-from jaxtrain.prove.compare import BOUNDS, Check, compare, guilty
-from jaxtrain.prove.layouts import DENSE, EXPERTS, FILE, PIPELINE, SEQUENCE, layout_of, names_of
+from jaxtrain.prove.batches import adversarial_batches, randomize_masked, repack
+from jaxtrain.prove.compare import BOUNDS, Check, compare, first_failure
+from jaxtrain.prove.layouts import DENSE, EXPERTS, FILE, PIPELINE, SEQUENCE, layout_names, parse_layout
 from jaxtrain.prove.measure import Outcome
-from jaxtrain.prove.shrink import LENGTH, ROWS, VOCAB, shrink
-from jaxtrain.prove.verify import RULE, verify
+from jaxtrain.prove.shrink import BATCH, SEQ_LEN, VOCAB, shrink
+from jaxtrain.prove.verify import ADAMW_ROW, verify
 
 STRUCTURES = sorted(path.stem for path in (CONFIG_ROOT / "models").glob("*.yaml"))
 
 
-def test_a_layout_passes_and_a_refused_one_is_no_pass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refused_layout_does_not_count_as_passed(capsys: pytest.CaptureFixture[str]) -> None:
     status = main(
         ["verify", "models/gpt2.yaml", "--json", "--layouts", "data=2,tensor=4,rules.preset=[fsdp,tensor];tensor=3"]
     )
     out = capsys.readouterr()
     report = json.loads(out.out)
     names = [row["name"] for row in report["layouts"]]
-    assert names == [RULE, "data=2,tensor=4,rules.preset=[fsdp,tensor]", "tensor=3"]
+    assert names == [ADAMW_ROW, "data=2,tensor=4,rules.preset=[fsdp,tensor]", "tensor=3"]
     assert [row["status"] for row in report["layouts"]] == ["passed", "passed", "refused"]
     assert report["layouts"][1]["worst"]["error"] <= 2e-5 and report["layouts"][1]["worst"]["kind"] == "gradient"
     assert "does not divide 8 devices" in report["layouts"][2]["reason"]
     assert status == 1 and "tensor=3" in out.err and not report["passed"]
 
 
-def test_a_fault_ends_with_status_1_and_the_guilty_leaf(
+def test_a_fault_gives_status_1_and_names_the_leaf(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from jaxtrain.train.step import Step
@@ -80,19 +80,19 @@ def test_bad_requests_end_with_status_2(words: list[str], message: str, capsys: 
     assert message in capsys.readouterr().err
 
 
-# The table -----------------------------------------------------------------------------------------------------------
+# Layouts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_every_layout_of_the_table_is_a_valid_configuration(structure: str) -> None:
+def test_every_layout_of_the_table_is_valid(structure: str) -> None:
     small = shrink(load_config(f"models/{structure}.yaml"))
     for name in (*DENSE, *SEQUENCE, *PIPELINE, *EXPERTS):
-        layout = layout_of(small, name, 8)
+        layout = parse_layout(small, name, 8)
         assert layout.devices == 8 or "data=" in name
         assert -1 in layout.config.mesh.sizes.values() or math.prod(layout.config.mesh.sizes.values()) <= 8
 
 
-def test_the_table_covers_what_it_should() -> None:
+def test_the_table_covers_presets_policies_and_packers() -> None:
     text = "\n".join((*DENSE, *SEQUENCE, *PIPELINE, *EXPERTS))
     for word in ("zero1", "zero2", "fsdp", "hybrid_fsdp", "tensor_sequence", "accumulation=2", "accumulation=4"):
         assert word in text
@@ -100,23 +100,23 @@ def test_the_table_covers_what_it_should() -> None:
         assert word in text
     for word in ("ring", "all_gather", "ulysses", "gpipe", "1f1b", "interleaved", "zero_bubble"):
         assert word in text or word in ("ring", "1f1b")
-    assert names_of(shrink(load_config("tiny")))[0] == FILE
+    assert layout_names(shrink(load_config("tiny")))[0] == FILE
     mixture = replace(load_config("tiny"), "model.moe.experts=8")
-    assert set(EXPERTS) <= set(names_of(shrink(mixture))) and not set(EXPERTS) & set(
-        names_of(shrink(load_config("tiny")))
+    assert set(EXPERTS) <= set(layout_names(shrink(mixture))) and not set(EXPERTS) & set(
+        layout_names(shrink(load_config("tiny")))
     )
 
 
-def test_pipelines_cover_every_schedule_and_every_partner() -> None:
+def test_pipelines_cover_every_schedule_and_every_other_axis() -> None:
     small = shrink(load_config("models/mixtral_8x7b.yaml"))
-    rows = [layout_of(small, name, 8).config for name in (*PIPELINE, *EXPERTS) if "pipe=" in name]
-    met = {(c.mesh.pipe, c.pipeline.schedule, schedule_shape(c.pipeline, c.mesh.pipe, 4).chunks) for c in rows}
-    assert {(stages, schedule) for stages, schedule, _ in met} == set(product((2, 4), MAKERS))
-    assert {(4, "zero_bubble", 2), (4, "zero_bubble", 1), (2, "zero_bubble", 1), (2, "zero_bubble", 2)} <= met
+    rows = [parse_layout(small, name, 8).config for name in (*PIPELINE, *EXPERTS) if "pipe=" in name]
+    shapes = {(c.mesh.pipe, c.pipeline.schedule, schedule_shape(c.pipeline, c.mesh.pipe, 4).chunks) for c in rows}
+    assert {(stages, schedule) for stages, schedule, _ in shapes} == set(product((2, 4), MAKERS))
+    assert {(4, "zero_bubble", 2), (4, "zero_bubble", 1), (2, "zero_bubble", 1), (2, "zero_bubble", 2)} <= shapes
     ratios = {c.train.accumulation / c.mesh.pipe for c in rows}
     assert min(ratios) == 1 and max(ratios) == 4 and any(ratio % 1 for ratio in ratios)
-    partners = {(c.mesh.pipe, axis) for c in rows for axis, size in c.mesh.sizes.items() if size != 1}
-    assert partners >= set(product((2, 4), ("data", "tensor", "seq", "expert")))
+    pairs = {(c.mesh.pipe, axis) for c in rows for axis, size in c.mesh.sizes.items() if size != 1}
+    assert pairs >= set(product((2, 4), ("data", "tensor", "seq", "expert")))
     presets = {preset for c in rows for preset in c.rules.preset}
     assert presets >= {"ddp", "zero1", "zero2", "fsdp", "hybrid_fsdp", "tensor", "tensor_sequence"}
     assert {c.attention.context_parallel for c in rows if c.mesh.seq > 1} == {"ring", "all_gather", "ulysses"}
@@ -125,9 +125,9 @@ def test_pipelines_cover_every_schedule_and_every_partner() -> None:
     assert {c.remat.every for c in rows} == {1, 2}
 
 
-def test_a_configurations_own_layout_keeps_its_rules_and_its_axes() -> None:
+def test_the_file_layout_keeps_rules_and_axes() -> None:
     config = shrink(load_config("llama3_405b"))
-    layout = layout_of(config, FILE, 8)
+    layout = parse_layout(config, FILE, 8)
     big = load_config("llama3_405b")
     assert layout.config.rules.preset == big.rules.preset
     for axis, size in big.mesh.sizes.items():
@@ -135,14 +135,14 @@ def test_a_configurations_own_layout_keeps_its_rules_and_its_axes() -> None:
             assert layout.config.mesh.sizes[axis] == min(size, 2)
 
 
-def test_items_that_are_no_items_are_named() -> None:
+def test_malformed_layouts_are_errors() -> None:
     small = shrink(load_config("tiny"))
     with pytest.raises(ConfigError, match="'tensor' is not axis=size"):
-        layout_of(small, "data=2, tensor", 8)
+        parse_layout(small, "data=2, tensor", 8)
     with pytest.raises(ConfigError, match="takes 16 devices, there are 8"):
-        layout_of(small, "data=4, tensor=4", 8)
+        parse_layout(small, "data=4, tensor=4", 8)
     with pytest.raises(ConfigError, match="did you mean"):
-        layout_of(small, "data=2, remat.polcy=full", 8)
+        parse_layout(small, "data=2, remat.polcy=full", 8)
 
 
 # The model -----------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_shrinking_keeps_the_structure(structure: str) -> None:
     assert (grouped == 1) == (small_grouped == 1) and (model.kv_heads == 1) == (small.kv_heads == 1)
     assert (model.n_heads % 8 == 0) == (small.n_heads % 8 == 0)
     assert [w is None for w in small.windows] == [w is None for w in model.windows]
-    assert all(w is None or 2 <= w <= LENGTH // 2 for w in small.windows)
+    assert all(w is None or 2 <= w <= SEQ_LEN // 2 for w in small.windows)
     assert small.rope.scaling == model.rope.scaling
 
 
@@ -199,41 +199,41 @@ def test_any_head_count_and_pattern_shrinks_to_a_valid_model(
 # The data ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_data_are_hostile() -> None:
-    mixed, odd, half = hostile_steps(ROWS, LENGTH, VOCAB)
-    sizes = [[size for _, _, size in row] for row in mixed.rows]
-    assert sizes[: ROWS // 4] == [[]] * (ROWS // 4) and [LENGTH] in sizes and [1, 1, 1, LENGTH - 3] in sizes
-    batches = [update.packed(ROWS, LENGTH) for update in (mixed, odd, half)]
+def test_batches_are_adversarial() -> None:
+    mixed, odd, half = adversarial_batches(BATCH, SEQ_LEN, VOCAB)
+    sizes = [[size for _, _, size in sequence] for sequence in mixed.sequences]
+    assert sizes[: BATCH // 4] == [[]] * (BATCH // 4) and [SEQ_LEN] in sizes and [1, 1, 1, SEQ_LEN - 3] in sizes
+    batches = [step.packed(BATCH, SEQ_LEN) for step in (mixed, odd, half)]
     scored = [(batch["labels"] != IGNORE).sum(1) for batch in batches]
-    assert scored[0][ROWS // 4] == 0 < len(sizes[ROWS // 4]), "a row that is read and not scored"
+    assert scored[0][BATCH // 4] == 0 < len(sizes[BATCH // 4]), "a sequence with tokens but none scored"
     for accumulation in (2, 4):
-        # Row g belongs to microbatch g mod A.
+        # Sequence g belongs to microbatch g mod A.
         assert any(scored[1][m::accumulation].sum() == 0 for m in range(accumulation))
-    assert scored[2][: ROWS // 2].sum() == 0 and scored[2][ROWS // 2] == 1 and scored[2][-1] == LENGTH
+    assert scored[2][: BATCH // 2].sum() == 0 and scored[2][BATCH // 2] == 1 and scored[2][-1] == SEQ_LEN
 
 
 @pytest.mark.parametrize("packing", PACKERS)
-def test_every_packer_lays_the_same_targets(packing: str) -> None:
-    for update in hostile_steps(ROWS, LENGTH, VOCAB):
-        laid = repacked(update, packing, LENGTH)
-        packed, alone = laid.packed(64, LENGTH), laid.alone(80, LENGTH)
+def test_every_packer_keeps_the_same_targets(packing: str) -> None:
+    for step in adversarial_batches(BATCH, SEQ_LEN, VOCAB):
+        repacked = repack(step, packing, SEQ_LEN)
+        packed, unpacked = repacked.packed(64, SEQ_LEN), repacked.unpacked(80, SEQ_LEN)
         for field in ("tokens", "labels", "positions"):
-            here, there = (batch[field][batch["segments"] > 0] for batch in (packed, alone))
-            np.testing.assert_array_equal(np.sort(here), np.sort(there))
+            got, want = (batch[field][batch["segments"] > 0] for batch in (packed, unpacked))
+            np.testing.assert_array_equal(np.sort(got), np.sort(want))
         assert (packed["segments"].max() > 1) == (packing != "none")
 
 
-def test_scrambling_touches_only_what_no_scored_token_sees() -> None:
-    batch = hostile_steps(ROWS, LENGTH, VOCAB)[0].packed(ROWS, LENGTH)
-    changed = scrambled(batch, VOCAB, LENGTH, tails=True)
+def test_randomizing_changes_only_masked_inputs() -> None:
+    batch = adversarial_batches(BATCH, SEQ_LEN, VOCAB)[0].packed(BATCH, SEQ_LEN)
+    changed = randomize_masked(batch, VOCAB, SEQ_LEN, tails=True)
     np.testing.assert_array_equal(changed["labels"], batch["labels"])
     np.testing.assert_array_equal(changed["segments"], batch["segments"])
     assert (changed["positions"] != batch["positions"])[batch["segments"] > 0].sum() == 0
     differs = changed["tokens"] != batch["tokens"]
     assert differs[batch["segments"] == 0].any() and differs[batch["segments"] > 0].any()
     for row, segment in zip(*np.nonzero(differs & (batch["segments"] > 0)), strict=True):
-        behind = batch["segments"][row] == batch["segments"][row, segment]
-        assert (batch["labels"][row, segment:][behind[segment:]] == IGNORE).all()
+        same = batch["segments"][row] == batch["segments"][row, segment]
+        assert (batch["labels"][row, segment:][same[segment:]] == IGNORE).all()
 
 
 # The comparison ------------------------------------------------------------------------------------------------------
@@ -245,24 +245,24 @@ def outcome(weight: float, bias: float, norm: float = 1.0) -> Outcome:
     return Outcome([params], [{"loss": np.float32(1)}], [{"grad_norm": np.float64(norm)}], [state])
 
 
-def test_the_guilty_leaf_is_the_worst_of_the_first_kind_that_fails() -> None:
+def test_the_first_failure_is_the_worst_leaf_of_the_first_kind_that_fails() -> None:
     initial = {"params": {"head": {"weight": np.zeros(3), "bias": np.zeros(3)}}}
     good = outcome(1.0, 0.5)
-    assert guilty(compare(good, good, initial)) is None
-    check = guilty(compare(outcome(1.0, 0.6, norm=9.0), good, initial))
+    assert first_failure(compare(good, good, initial)) is None
+    check = first_failure(compare(outcome(1.0, 0.6, norm=9.0), good, initial))
     assert check is not None and (check.kind, check.leaf) == ("gradient", "head/bias")
     assert check.error == pytest.approx(0.2)
-    check = guilty(compare(outcome(1.0, 0.5, norm=1.1), good, initial))
+    check = first_failure(compare(outcome(1.0, 0.5, norm=1.1), good, initial))
     assert check is not None and (check.kind, check.leaf) == ("metric", "grad_norm")
 
 
-def test_nan_fails_and_noise_does_not() -> None:
+def test_nan_fails_and_rounding_does_not() -> None:
     initial = {"params": {"head": {"weight": np.zeros(3), "bias": np.zeros(3)}}}
-    check = guilty(compare(outcome(1.0, math.nan), outcome(1.0, 0.5), initial))
+    check = first_failure(compare(outcome(1.0, math.nan), outcome(1.0, 0.5), initial))
     assert check is not None and check.leaf == "head/bias" and math.isnan(check.error)
-    # Zero in exact arithmetic: rounding noise of 1e-8 beside gradients of 1.
-    assert guilty(compare(outcome(1.0, 3e-8), outcome(1.0, -2e-8), initial)) is None
-    assert guilty(compare(outcome(1.0, 1e-4), outcome(1.0, -2e-8), initial)) is not None
+    # A gradient of 0 in exact arithmetic: rounding errors of 1e-8 beside gradients of 1.
+    assert first_failure(compare(outcome(1.0, 3e-8), outcome(1.0, -2e-8), initial)) is None
+    assert first_failure(compare(outcome(1.0, 1e-4), outcome(1.0, -2e-8), initial)) is not None
 
 
 def test_bounds_and_order_of_kinds() -> None:
@@ -270,13 +270,15 @@ def test_bounds_and_order_of_kinds() -> None:
     assert not Check("masked", "loss", math.inf).passed
 
 
-def test_told_hears_every_row() -> None:
-    heard: list[tuple[int, int]] = []
-    verify(load_config("tiny"), "tensor=3;tensor=5", jax.devices()[:1], lambda done, of, _: heard.append((done, of)))
-    assert heard[0] == (0, 3) and heard[-1] == (3, 3)
+def test_progress_reports_every_row() -> None:
+    calls: list[tuple[int, int]] = []
+    verify(
+        load_config("tiny"), "tensor=3;tensor=5", jax.devices()[:1], lambda done, total, _: calls.append((done, total))
+    )
+    assert calls[0] == (0, 3) and calls[-1] == (3, 3)
 
 
-def test_a_reference_of_pytorch_by_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pytorch_reference_passes(capsys: pytest.CaptureFixture[str]) -> None:
     folder = Path(__file__).parents[1] / "data" / "reference" / "gpt2"
     assert main(["verify", "--reference", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["passed"]
