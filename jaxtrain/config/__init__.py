@@ -1,13 +1,12 @@
 """Settings of a run: schema, loading, overrides, dump."""
 
 from jaxtrain.config.data import DataConfig, PhaseConfig, SourceConfig, TokenizerConfig
+from jaxtrain.config.errors import ConfigError, nearest
 from jaxtrain.config.load import (
     CONFIG_ROOT,
-    ConfigError,
     diff_configs,
     dump_config,
     load_config,
-    nearest,
     replace,
     to_tree,
     validate,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,25 +10,27 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from jaxtrain.config.aliases import migrate, migrate_value, new_key
+from jaxtrain.config.errors import ConfigError, nearest
 from jaxtrain.config.settings import RunConfig
 
 CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
 
 
-class ConfigError(ValueError):
-    """A setting is wrong; the message names it, its value and the mend."""
-
-
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Iterable[str] = (), hints: bool = True) -> RunConfig:
     """Read a YAML file (its `base:` files merged below it), apply `section.key=value` overrides, validate.
 
-    Raises ConfigError naming the setting, the value and the nearest right key.
+    `hints=False` reads old names of settings silently, for files that jaxtrain wrote. Raises ConfigError naming the
+    setting, the value and the nearest right key.
     """
-    return validate(apply_overrides(read_yaml(Path(path)), overrides), source=str(path))
+    return validate(apply_overrides(read_yaml(Path(path), hints=hints), overrides), source=str(path))
 
 
-def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read one YAML mapping; `base: FILE` or a list of files (relative to it) lie below it, later ones win."""
+def read_yaml(path: Path, seen: tuple[Path, ...] = (), hints: bool = True) -> dict[str, Any]:
+    """Read one YAML mapping; the files of `base:` (one or a list, relative to this one) are merged below it.
+
+    Later files win. Raises ConfigError for a missing file, bad YAML and a circle of bases.
+    """
     path = _find(path)
     if path in seen:
         raise ConfigError(f"{path}: base files form a circle: {' -> '.join(p.name for p in (*seen, path))}")
@@ -41,21 +42,30 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}, not a mapping of sections")
+    tree = migrate(tree, str(path), hints)
     bases = tree.pop("base", [])
     merged: dict[str, Any] = {}
     for base in [bases] if isinstance(bases, str) else bases:
-        merged = _merge(merged, read_yaml(path.parent / str(base), (*seen, path)))
+        merged = _merge(merged, read_yaml(path.parent / str(base), (*seen, path), hints))
     return _merge(merged, tree)
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Set `a.b=value` entries (value in YAML syntax) on a tree of settings."""
+    """Set `a.b=value` entries (value in YAML syntax) on a tree of settings.
+
+    Raises ConfigError for an entry of another form, and where a setting is given under its old and its new name.
+    """
     out = _merge({}, tree)
+    spelled: dict[str, str] = {}
     for override in overrides:
-        key, equals, text = override.partition("=")
-        parts = key.strip().split(".")
-        if not equals or not all(parts):
+        given, equals, text = override.partition("=")
+        given = given.strip()
+        if not equals or not all(given.split(".")):
             raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        key = new_key(given, "override")
+        if spelled.setdefault(key, given) != given:
+            raise ConfigError(f"overrides {spelled[key]} and {given} set the same setting: use {key} alone")
+        parts = key.split(".")
         node = out
         for part in parts[:-1]:
             child = node.setdefault(part, {})
@@ -67,12 +77,13 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
             value = yaml.safe_load(text) if text else ""
         except yaml.YAMLError:
             value = text
-        node[parts[-1]] = value
+        node[parts[-1]] = migrate_value(value, key, "override")
     return out
 
 
 def validate(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
     """Turn a tree of plain values into a RunConfig; all faults are collected in one ConfigError."""
+    tree = migrate(tree, source)
     try:
         return RunConfig.model_validate(_numbers(tree, RunConfig))
     except ValidationError as error:
@@ -106,12 +117,6 @@ def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 def replace(config: RunConfig, *overrides: str) -> RunConfig:
     """A copy of a config with `section.key=value` overrides applied and validated."""
     return validate(apply_overrides(to_tree(config), overrides), source="override")
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """' (did you mean X?)' for the closest of `words`, or the empty string."""
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _find(path: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from jaxtrain.config.load import ConfigError, nearest
+from jaxtrain.config.errors import ConfigError, nearest
 
 
 class Registry[T]:

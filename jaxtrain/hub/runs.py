@@ -90,7 +90,7 @@ def export_run(
     """
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} is not a run (it has no config.yaml): name the --run directory of a training")
-    config = load_config(run / "config.yaml", overrides)
+    config = load_config(run / "config.yaml", overrides, hints=False)
     origin = run / ORIGIN
     hub = read_json(origin / "config.json") if (origin / "config.json").is_file() else {}
     vocabulary = hub.get("vocab_size", config.model.vocab_size)

@@ -6,9 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from jaxtrain.config import Axis, ConfigError, RunConfig, diff_configs, dump_config, to_tree
+from jaxtrain.config import Axis, ConfigError, RunConfig, diff_configs, dump_config, load_config, to_tree
 from jaxtrain.data import Corpus
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.files import write_atomic
@@ -61,10 +59,10 @@ def check_same_run(directory: Path, config: RunConfig) -> list[str]:
             raise ConfigError(f"--run {directory} is not empty and not a run (it has no config.yaml): name another one")
         return []
     try:
-        old = yaml.safe_load(path.read_text(encoding="utf-8"))
-        rows = diff_configs(old, to_tree(config))
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is not readable ({error}): restore it, or start another --run") from None
+        old = to_tree(load_config(path, hints=False))
+    except ConfigError as error:
+        raise ConfigError(f"{error}\n{path} cannot be read: restore it, or start another --run") from None
+    rows = diff_configs(old, to_tree(config))
     free = FREE + (FREE_CORPUS if config.data.allow_changed else ())
     fixed = [row for row in rows if not row[0].startswith(free)]
     if fixed:

@@ -37,7 +37,7 @@ def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
     """
     if not (directory / "config.yaml").is_file():
         raise ConfigError(f"{directory} is not a run (it has no config.yaml): name the --run directory of a training")
-    config = load_config(directory / "config.yaml", overrides)
+    config = load_config(directory / "config.yaml", overrides, hints=False)
     setup, corpus = resolve(config), prepare(config)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
     try:
