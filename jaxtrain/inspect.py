@@ -7,7 +7,6 @@ inspect(load_config("models/llama3_8b", ["mesh.tensor=8", "rules.preset=[tensor,
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,21 +21,18 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jaxtrain.config import AXES, Axis, ConfigError, RunConfig, diff_configs, load_config, nearest, replace, to_tree
-from jaxtrain.mesh.layout import PARTS, Layout, build_layout, bytes_per_device, flatten_paths, local_shape
+from jaxtrain.mesh.layout import PARTS, Layout, bytes_per_device, flatten_paths, local_shape
 from jaxtrain.mesh.param import Param, show_axes, spec_axes
 from jaxtrain.mesh.picture import draw_devices, figure_of, node_size, place_labels
 from jaxtrain.mesh.resolution import Reason
-from jaxtrain.mesh.rules import NO_RULE, resolve_rules
-from jaxtrain.mesh.topology import Topology, build_topology, described_devices
+from jaxtrain.mesh.rules import NO_RULE
+from jaxtrain.mesh.topology import Topology, build_topology
 from jaxtrain.nn.decoder import mixture_layers
-from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
-from jaxtrain.ops.attention import choose_for
 from jaxtrain.optim import build_optimizer
-from jaxtrain.pipeline.staged import stage_model
-from jaxtrain.program.cards import CARDS
+from jaxtrain.program.cards import describe_machine
 from jaxtrain.train.experts import border, crossing_pairs
-from jaxtrain.train.setup import assign_stages
+from jaxtrain.train.resolve import resolve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,36 +59,19 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
         config = config.model_copy(update={"cluster": load_config(path).cluster})
     machine = config.cluster
     if devices is not None and devices < 1:
-        raise ConfigError(f"devices is {devices}: imagine at least one")
-    imagined = devices is not None or machine.nodes is not None
+        raise ConfigError(f"devices is {devices}: describe at least one")
+    described = devices is not None or machine.nodes is not None
     topology = build_topology(
-        config.mesh, machine, described_devices(machine, devices) if imagined else list(jax.devices())
+        config.mesh, machine, describe_machine(machine, devices) if described else list(jax.devices())
     )
+    resolved = resolve(config, topology)
     notes = []
-    if imagined and machine.devices_per_node is None:
+    if described and machine.devices_per_node is None:
         notes.append(f"cluster.devices_per_node is null: nodes of {node_size(topology)} devices are assumed")
-    model = build(config.model)
-    if topology.sizes["pipe"] > 1:
-        model = stage_model(model, assign_stages(config, model, topology.sizes["pipe"]))
-        places = model.stages.layers.size
-        if places > config.model.n_layers:
-            empty = places - config.model.n_layers
-            notes.append(f"stages differ: {empty} of {places} places for layers are empty, and counted")
-    params = model.params
-    precision = Precision(config.precision)
-    layout = build_layout(params, resolve_rules(config.rules), topology.sizes, precision.separate_master_params)
-    notes += _attention_notes(config, topology, bool(layout.sequence_axes), imagined)
-    return Inspection(config, devices, topology, params, layout, (*notes, *layout.notes))
-
-
-def _attention_notes(config: RunConfig, topology: Topology, split: bool, imagined: bool) -> list[str]:
-    """How attention is computed there; nothing where the card is not known and none is asked for."""
-    device, card = topology.devices.flat[0], CARDS.get(config.cluster.device or "")
-    if imagined:
-        if card is None:
-            return []
-        device = dataclasses.replace(device, compute_capability=".".join(map(str, card.capability)))
-    return [f"attention: {choose_for(config, device, config.data.seq_len, split, imagined)}"]
+    if config.data.seq_len in resolved.attention:
+        notes.append(f"attention: {resolved.attention[config.data.seq_len]}")
+    params, layout = resolved.model.params, resolved.layout
+    return Inspection(config, devices, topology, params, layout, (*notes, *resolved.notes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpoints, gather_json
+from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError, RunConfig, load_config, validate
 from jaxtrain.config.load import apply_overrides, read_yaml
 from jaxtrain.data import Corpus, TextTokenizer, open_stream, prepare, resolve_virtual_shards, shards_of_rows
@@ -26,8 +27,8 @@ from jaxtrain.hub.save import Dtype, new_folder, save, write_json
 from jaxtrain.launch.distributed import barrier
 from jaxtrain.observe.environment import environment
 from jaxtrain.train.batch import owned_rows
-from jaxtrain.train.run_dir import checkpoint_meta, write_run
-from jaxtrain.train.setup import Setup, describe_sharding, resolve
+from jaxtrain.train.resolve import Bound, bind
+from jaxtrain.train.run_dir import checkpoint_meta, describe_sharding, write_run
 
 ORIGIN = "hub"
 """Folder of a run that holds the small files of the model it was imported from."""
@@ -56,7 +57,7 @@ def import_run(
         return validate(_with_tokenizer(apply_overrides(apply_overrides(tree, path), overrides), directory))
 
     # The run's copy of the tokenizer is there only when all is known to be sound.
-    setup = resolve(parsed(directory))
+    setup = bind(parsed(directory))
     corpus = prepare(setup.config)
     if corpus.tokenizer.vocab_size > hub["vocab_size"]:
         raise ConfigError(
@@ -64,7 +65,7 @@ def import_run(
             f"{corpus.tokenizer.vocab_size - 1}, beyond the {hub['vocab_size']} rows of {directory}: use the model's "
             "own tokenizer"
         )
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.checkpoint_layout["params"])
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, CheckpointOrder(setup).model_order["params"])
     params = load(directory, family, setup.canonical, hub["vocab_size"], shardings)
     _write(directory, run, parsed(run / ORIGIN), setup, corpus, params)
     return {
@@ -95,7 +96,7 @@ def export_run(
     hub = read_json(origin / "config.json") if (origin / "config.json").is_file() else {}
     vocabulary = hub.get("vocab_size", config.model.vocab_size)
     chosen, said = _say(config, vocabulary, family or hub.get("model_type"))
-    setup = resolve(config)
+    setup = bind(config)
     tokenizer = tokenizer_of(config, list_sources(config.data, cache_of(config.data)), cache_of(config.data))
     step, params = _weights(run, config, setup, tokenizer)
     bounds = max(math.floor(max_shard_gb * 1e9), 1)
@@ -122,7 +123,7 @@ def _check_new(run: Path) -> None:
         raise ConfigError(f"{run} is there already: name a run directory that is empty or new")
 
 
-def _write(directory: Path, run: Path, config: RunConfig, setup: Setup, corpus: Corpus, params: Any) -> None:
+def _write(directory: Path, run: Path, config: RunConfig, setup: Bound, corpus: Corpus, params: Any) -> None:
     """The run directory and its checkpoint at update 0, which holds a fresh optimizer and the data's first place."""
     primary = jax.process_index() == 0
     barrier("imported")
@@ -138,7 +139,7 @@ def _write(directory: Path, run: Path, config: RunConfig, setup: Setup, corpus: 
     stream = open_stream(corpus.train, config, shards_of_rows(lo, hi, first.global_batch, shards))
     meta = checkpoint_meta(config, setup.topology.sizes, corpus, step=0, updates=0, tokens=0, skipped=0)
     with contextlib.closing(Checkpoints(run / "checkpoints", config.checkpoint)) as checkpoints:
-        checkpoints.save(0, setup.checkpoint_state_from_params(params), gather_json(stream.get_state()), meta)
+        checkpoints.save(0, CheckpointOrder(setup).initial_checkpoint(params), gather_json(stream.get_state()), meta)
         checkpoints.wait()
 
 
@@ -156,9 +157,9 @@ def _say(config: RunConfig, vocabulary: int, name: str | None) -> tuple[Family, 
     raise ConfigError(f"no family of the hub can say this model:{''.join(reasons)}")
 
 
-def _weights(run: Path, config: RunConfig, setup: Setup, tokenizer: TextTokenizer) -> tuple[int, Any]:
+def _weights(run: Path, config: RunConfig, setup: Bound, tokenizer: TextTokenizer) -> tuple[int, Any]:
     with contextlib.closing(Checkpoints(run / "checkpoints", config.checkpoint)) as checkpoints:
-        found = checkpoints.restore(setup.checkpoint_layout)
+        found = checkpoints.restore(CheckpointOrder(setup).checkpoint_layout)
     if found is None:
         raise ConfigError(f"{run} has no checkpoint yet: train it first")
     if found.meta["tokenizer"] != tokenizer.fingerprint:

@@ -73,8 +73,10 @@ def resolve_sizes(mesh: MeshConfig, n_devices: int) -> dict[Axis, int]:
     raise ConfigError(f"mesh {terms} = {fixed} devices, but there are {n_devices}: {_mend_sizes(sizes, n_devices)}")
 
 
-def described_devices(cluster: ClusterConfig, n: int | None = None) -> list[DescribedDevice]:
-    """`n` devices (null: all) of the machine that `cluster` describes, node by node; no such devices are needed.
+def described_devices(
+    cluster: ClusterConfig, n: int | None = None, compute_capability: str | None = None
+) -> list[DescribedDevice]:
+    """`n` devices (null: all) of the machine that `cluster` describes, node by node.
 
     Without cluster.devices_per_node, nodes of 8 are assumed where 8 divides `n`, else one node.
     """
@@ -83,7 +85,10 @@ def described_devices(cluster: ClusterConfig, n: int | None = None) -> list[Desc
     per_node = cluster.devices_per_node or (NODE_SIZE if n is None or n % NODE_SIZE == 0 else n)
     total = n if n is not None else (cluster.nodes or 1) * per_node
     kind = cluster.device or "described"
-    return [DescribedDevice(id=i, process_index=i // per_node, device_kind=kind) for i in range(total)]
+    return [
+        DescribedDevice(id=i, process_index=i // per_node, device_kind=kind, compute_capability=compute_capability)
+        for i in range(total)
+    ]
 
 
 def build_topology(mesh: MeshConfig, cluster: ClusterConfig, devices: Sequence[Any] | None = None) -> Topology:

@@ -28,14 +28,12 @@ from jaxtrain.pipeline.schedule import (
     Schedule,
     ScheduleTimeline,
     classic_orders,
-    make_schedule,
-    schedule_shape,
     timeline,
 )
 from jaxtrain.pipeline.split import StageSplit, split_stages
 from jaxtrain.pipeline.table import KINDS, Costs
-from jaxtrain.train.batch import BatchShape, split_batch
-from jaxtrain.train.setup import train_of
+from jaxtrain.train.batch import BatchShape
+from jaxtrain.train.resolve import resolve
 
 STYLES = {"F": "cyan", "B": "yellow", "W": "green"}
 COLOURS = {"F": "#5b8ff9", "B": "#f6a04d", "W": "#5ad8a6"}
@@ -51,11 +49,10 @@ def show_schedule(config: RunConfig, devices: int | None = None, cluster: str | 
     stages = one.topology.sizes["pipe"]
     if stages == 1:
         raise ConfigError("mesh.pipe is 1: there is no pipeline to show; set mesh.pipe to the number of stages")
-    plan = split_batch(train_of(one.config), one.topology.sizes, one.layout.batch_axes)
-    shape = schedule_shape(one.config.pipeline, stages, plan.accumulation)
-    schedule = make_schedule(one.config.pipeline.schedule, shape)
-    split = split_stages(build(one.config.model), one.config.pipeline, stages, shape.chunks)
-    return Picture(one, plan, schedule, split)
+    resolved = resolve(one.config, one.topology)
+    assert resolved.schedule is not None
+    split = split_stages(build(one.config.model), one.config.pipeline, stages, resolved.schedule.shape.chunks)
+    return Picture(one, resolved.batch_shape, resolved.schedule, split)
 
 
 @dataclass(frozen=True, eq=False)

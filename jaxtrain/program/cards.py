@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config import ClusterConfig, ConfigError, nearest
+from jaxtrain.mesh.topology import DescribedDevice, described_devices
 from jaxtrain.observe.flops import peak_flops
 
 KIB = 1024
@@ -63,6 +64,12 @@ def card_of(cluster: ClusterConfig) -> Card:
             "(gpu_target_config.pbtxt under xla_dump_to)"
         )
     return CARDS[name]
+
+
+def describe_machine(cluster: ClusterConfig, n: int | None = None) -> list[DescribedDevice]:
+    """`n` devices (null: all) of a described cluster, with the compute capability of its card where it is known."""
+    card = CARDS.get(cluster.device or "")
+    return described_devices(cluster, n, ".".join(map(str, card.capability)) if card else None)
 
 
 def cluster_target(cluster: ClusterConfig) -> str:

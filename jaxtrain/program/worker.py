@@ -49,7 +49,7 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     from jax.errors import JaxRuntimeError
 
     from jaxtrain.config import ConfigError, validate
-    from jaxtrain.train.setup import resolve
+    from jaxtrain.train.resolve import bind
     from jaxtrain.train.step import lower_step
 
     # A cached executable leaves no dump behind, and one cannot be read back without the devices.
@@ -58,7 +58,7 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     devices = compile_only_devices(request)
     if request["target"] == "cuda":
         _ask_of(devices[0])
-    setup = resolve(config, devices)
+    setup = bind(config, devices)
     attention = setup.attention[config.data.seq_len]
     begin = time.perf_counter()
     lowered = lower_step(setup.step, setup.abstract, setup.abstract_batch)

@@ -16,12 +16,12 @@ from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import STACKS, Param
 from jaxtrain.nn.decoder import mixture_layers
 from jaxtrain.prove.measure import Outcome, StepRunner
-from jaxtrain.train.setup import Setup
+from jaxtrain.train.resolve import Bound
 
 Tree = Any
 
 
-def reference_steps(setup: Setup, runner: StepRunner, initial: Tree, batches: Sequence[HostBatch]) -> Outcome:
+def reference_steps(setup: Bound, runner: StepRunner, initial: Tree, batches: Sequence[HostBatch]) -> Outcome:
     """Metrics and states that AdamW must give after each batch, with the gradients that `runner` computes.
 
     Sources: Loshchilov & Hutter 2019 (AdamW); linear warm-up, then cosine decay.

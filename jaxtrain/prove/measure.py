@@ -10,11 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.data.packing import HostBatch
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import Param
 from jaxtrain.train.batch import shard_batch
-from jaxtrain.train.setup import Setup
+from jaxtrain.train.resolve import Bound
 from jaxtrain.train.step import Step, compile_step
 
 Tree = Any
@@ -54,8 +55,8 @@ class RecordingStep(Step):
 class StepRunner:
     """The compiled step of one setup, run on host batches from host states."""
 
-    def __init__(self, setup: Setup, loss_scale: float) -> None:
-        self._setup, self._loss_scale = setup, np.float32(loss_scale)
+    def __init__(self, setup: Bound, loss_scale: float) -> None:
+        self._setup, self._loss_scale, self._order = setup, np.float32(loss_scale), CheckpointOrder(setup)
         recording = RecordingStep(**{part.name: getattr(setup.step, part.name) for part in fields(Step)})
         self._step = compile_step(recording, setup.abstract, setup.abstract_batch)
 
@@ -68,7 +69,7 @@ class StepRunner:
         for batch in batches:
             state, (values, _) = self._step(state, self._shard(batch))
             metrics.append(jax.device_get(values))
-            states.append(_on_host(self._setup.to_checkpoint(state)))
+            states.append(_on_host(self._order.to_model_order(state)))
         return Outcome([gradient for gradient, _ in results], [sums for _, sums in results], metrics, states, leaks)
 
     def gradients(self, initial: Tree, batch: HostBatch) -> tuple[Tree, Tree]:
@@ -87,12 +88,12 @@ class StepRunner:
         state = {**initial, "scaler": {**initial["scaler"], "scale": self._loss_scale}}
         # Copies: the step donates its state, and a CPU buffer may share the array's memory.
         sharded = jax.tree.map(
-            lambda leaf, like: jax.device_put(np.array(leaf), like.sharding), state, self._setup.checkpoint_layout
+            lambda leaf, like: jax.device_put(np.array(leaf), like.sharding), state, self._order.model_order
         )
-        return self._setup.from_checkpoint(sharded)
+        return self._order.from_model_order(sharded)
 
 
-def random_state(setup: Setup, seed: int = 0) -> Tree:
+def random_state(setup: Bound, seed: int = 0) -> Tree:
     """A host state in which no parameter is 0 or 1 throughout, since such a factor would hide errors.
 
     Weights are N(0, init_std**2); scales are N(1, 0.05**2); biases, sinks and corrections are N(0, 0.05**2).
@@ -104,7 +105,7 @@ def random_state(setup: Setup, seed: int = 0) -> Tree:
         mean, spread = means.get(path[-1].key, (0.0, std))
         return (mean + spread * rng.standard_normal(param.shape)).astype(np.float32)
 
-    return _on_host(setup.checkpoint_state_from_params(jax.tree_util.tree_map_with_path(draw, setup.canonical.params)))
+    return _on_host(CheckpointOrder(setup).initial(jax.tree_util.tree_map_with_path(draw, setup.canonical.params)))
 
 
 def _on_host(tree: Tree) -> Tree:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.table import Table
 
+from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError, RunConfig, validate
 from jaxtrain.config.load import apply_overrides
 from jaxtrain.data import IGNORE, HostBatch
@@ -27,7 +28,7 @@ from jaxtrain.mesh.constraints import use_rules
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.ops.zigzag import row_order
 from jaxtrain.train.batch import shard_batch
-from jaxtrain.train.setup import Setup, resolve
+from jaxtrain.train.resolve import Bound, bind
 from jaxtrain.train.step import compile_step
 
 UNSCORED = -100
@@ -104,11 +105,11 @@ def check_reference(
     family, hub, settings = describe(directory)
     numbers, arrays = read_json(directory / "reference.json"), _arrays(directory / "reference.npz")
     config = _config(nested(settings), numbers, arrays, overrides)
-    setup = resolve(config, _devices(config, devices))
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.checkpoint_layout["params"])
+    setup = bind(config, _devices(config, devices))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, CheckpointOrder(setup).model_order["params"])
     params = load(directory, family, setup.canonical, hub["vocab_size"], shardings)
     later = MIXTURE_TOLERANCE if config.model.moe.experts else 0.0
-    state = setup.state_from_params(params)
+    state = CheckpointOrder(setup).state_from_params(params)
     logits = _logits(setup, state["params"], batch_of(arrays["input_ids"], arrays["labels"]), arrays["logits"])
     step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
 
@@ -180,22 +181,22 @@ def _devices(config: RunConfig, devices: list[Any] | None) -> list[Any]:
     return found if -1 in sizes else found[: int(np.prod(sizes))]
 
 
-def _count_parameters(setup: Setup) -> int:
+def _count_parameters(setup: Bound) -> int:
     """Number of parameters as transformers counts them, without routers' correction biases."""
     flat = flatten_paths(setup.canonical.params)
     return sum(param.size for path, param in flat.items() if not path.endswith("router/correction"))
 
 
-def _logits(setup: Setup, params: Any, batch: HostBatch, want_BLV: np.ndarray) -> ReferenceRow:
+def _logits(setup: Bound, params: Any, batch: HostBatch, want_BLV: np.ndarray) -> ReferenceRow:
     def logits(fields: Any) -> jax.Array:
         with use_rules(setup.rules, setup.mesh):
             return setup.model.logits(params, fields["tokens"], fields["positions"], fields["segments"])
 
     sharded = shard_batch(batch, 0, setup.batch_shape, setup.batch_sharding)
     got_ABLV = np.asarray(jax.jit(lambda fields: jax.lax.map(logits, fields))(sharded))
-    if setup.batch_shape.row_devices > 1:
+    if setup.batch_shape.sequence_devices > 1:
         # Undo the order of tokens under context parallelism; padding is at the end.
-        got_ABLV = got_ABLV[:, :, np.argsort(row_order(got_ABLV.shape[2], setup.batch_shape.row_devices))]
+        got_ABLV = got_ABLV[:, :, np.argsort(row_order(got_ABLV.shape[2], setup.batch_shape.sequence_devices))]
     # Sequence g of the batch is sequence g // A of microbatch g mod A.
     got_BLV = got_ABLV[:, :, : want_BLV.shape[1]].swapaxes(0, 1).reshape(want_BLV.shape)
     difference = np.abs(got_BLV - want_BLV)

@@ -20,7 +20,7 @@ from jaxtrain.prove.compare import Check, compare, first_failure
 from jaxtrain.prove.layouts import VerifyLayout, layout_names, parse_layout, without_layout
 from jaxtrain.prove.measure import Outcome, StepRunner, random_state
 from jaxtrain.prove.shrink import shrink
-from jaxtrain.train.setup import Setup, resolve
+from jaxtrain.train.resolve import Bound, bind
 
 LOSS_SCALE = 3.0
 """Loss scale of the layouts; the reference has 1."""
@@ -107,7 +107,7 @@ class CompiledLayout:
     """A compiled layout, and the seconds that compilation took."""
 
     layout: VerifyLayout
-    setup: Setup
+    setup: Bound
     runner: StepRunner
     seconds: float
 
@@ -124,7 +124,7 @@ class Verifier:
         self._packed_reference = bool(moe.experts) and moe.balance == "sequence"
         sequences = max(len(step_batch.spans) for step_batch in self._step_batches) * 2
         reference = replace(without_layout(config), "mesh.data=1", f"train.global_batch={sequences}")
-        self._reference = resolve(self._with_xla_options(reference), devices[:1])
+        self._reference = bind(self._with_xla_options(reference), devices[:1])
         self._initial = random_state(self._reference)
         with use_reference():
             self._runner = StepRunner(self._reference, 1.0)
@@ -147,7 +147,7 @@ class Verifier:
         start = time.monotonic()
         try:
             layout = parse_layout(self._config, name, len(self._devices))
-            setup = resolve(self._with_xla_options(layout.config), self._devices[: layout.devices])
+            setup = bind(self._with_xla_options(layout.config), self._devices[: layout.devices])
             return CompiledLayout(layout, setup, StepRunner(setup, LOSS_SCALE), time.monotonic() - start)
         except Exception as error:
             return _error_result(name, start, error)

@@ -27,33 +27,33 @@ from jaxtrain.ops.zigzag import padded_length, row_order
 class BatchShape:
     """How one global batch is cut: rows, replicas, microbatches an update.
 
-    `row_devices` share each row, whose stored length `row_multiple` divides too.
+    `sequence_devices` share each row, whose stored length `length_multiple` divides too.
     """
 
     global_batch: int
     replicas: int
     accumulation: int
-    row_devices: int = 1
-    row_multiple: int = 1
+    sequence_devices: int = 1
+    length_multiple: int = 1
 
     @property
-    def rows(self) -> int:
+    def sequences(self) -> int:
         """Rows of one microbatch over all replicas."""
         return self.global_batch // self.accumulation
 
     @property
     def microbatch(self) -> int:
         """Rows that one replica computes at once."""
-        return self.rows // self.replicas
+        return self.sequences // self.replicas
 
     def stored(self, length: int) -> int:
         """Tokens of a row of `length` as devices hold it, padding that lets them share it counted."""
-        return padded_length(length, self.row_devices, self.row_multiple)
+        return padded_length(length, self.sequence_devices, self.length_multiple)
 
     def show_stored(self, length: int) -> str:
         """How many tokens of a row of `length` each device holds, and what padding that takes."""
         stored = self.stored(length)
-        shares = f"{stored // self.row_devices} tokens of each row a device"
+        shares = f"{stored // self.sequence_devices} tokens of each row a device"
         if stored == length:
             return shares
         return (
@@ -99,9 +99,9 @@ def batch_sharding(shape: BatchShape, layout: Layout, mesh: jax.sharding.Mesh) -
 
 def owned_rows(shape: BatchShape, sharding: NamedSharding, length: int) -> tuple[int, int]:
     """The run [lo, hi) of the global batch's rows that this process' devices hold."""
-    dims = (shape.accumulation, shape.rows, shape.stored(length))
+    dims = (shape.accumulation, shape.sequences, shape.stored(length))
     indices = sharding.addressable_devices_indices_map(dims).values()
-    blocks = [index[1].indices(shape.rows) for index in indices if index is not None]
+    blocks = [index[1].indices(shape.sequences) for index in indices if index is not None]
     return min(b[0] for b in blocks) * shape.accumulation, max(b[1] for b in blocks) * shape.accumulation
 
 
@@ -115,19 +115,19 @@ def shard_batch(
 
         def block(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
-            lo, hi, _ = index[1].indices(shape.rows)
+            lo, hi, _ = index[1].indices(shape.sequences)
             run = field[lo * shape.accumulation - first : hi * shape.accumulation - first]
             return run[:, index[2]].reshape(hi - lo, shape.accumulation, -1).swapaxes(0, 1)
 
-        return jax.make_array_from_callback((shape.accumulation, shape.rows, field.shape[1]), sharding, block)
+        return jax.make_array_from_callback((shape.accumulation, shape.sequences, field.shape[1]), sharding, block)
 
     return {name: array(name) for name in FIELDS}
 
 
 def _stored(field: np.ndarray, shape: BatchShape, padding: int) -> np.ndarray:
     """Rows [n, L] as devices hold them: padded at the end, in zig-zag order."""
-    if shape.row_devices == 1:
+    if shape.sequence_devices == 1:
         return field
     length = shape.stored(field.shape[1])
     padded = np.pad(field, ((0, 0), (0, length - field.shape[1])), constant_values=padding)
-    return padded[:, row_order(length, shape.row_devices)]
+    return padded[:, row_order(length, shape.sequence_devices)]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpoints, gather_json
+from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError, RunConfig, to_tree
 from jaxtrain.data import (
     Corpus,
@@ -31,8 +32,8 @@ from jaxtrain.observe.meter import Meter
 from jaxtrain.observe.report import draw_curve, summary
 from jaxtrain.train.batch import owned_rows, shard_batch
 from jaxtrain.train.experts import traffic_metrics
-from jaxtrain.train.run_dir import check_same_run, checkpoint_meta, read_summary, write_run
-from jaxtrain.train.setup import Setup, describe_sharding, resolve
+from jaxtrain.train.resolve import Bound, bind
+from jaxtrain.train.run_dir import check_same_run, checkpoint_meta, describe_sharding, read_summary, write_run
 from jaxtrain.train.state import state_bytes_per_device
 from jaxtrain.train.step import Batch, compile_step, jit_evaluate
 from jaxtrain.train.use import continue_text, held_out, mean_loss
@@ -45,7 +46,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
     configuration is known to be sound.
     """
     started = time.perf_counter()
-    setup = resolve(config)
+    setup = bind(config)
     changes = check_same_run(directory, config)
     shards = resolve_virtual_shards(config.data, *(phase.global_batch for phase in setup.phases))
     corpus = prepare(config)
@@ -78,7 +79,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False) -> dict[str, 
     return result
 
 
-def startup_report(setup: Setup, corpus: Corpus) -> list[str]:
+def startup_report(setup: Bound, corpus: Corpus) -> list[str]:
     """Lines that say what is about to run: model, mesh, batch, notes of the layout, corpus."""
     sizes = {axis: size for axis, size in setup.topology.sizes.items() if size > 1}
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items()) or "one device"
@@ -97,7 +98,7 @@ def startup_report(setup: Setup, corpus: Corpus) -> list[str]:
             f"rows lie over {show_axes(setup.layout.sequence_axes)} in zig-zag order, attention.context_parallel "
             f"{setup.config.attention.context_parallel}: {plan.show_stored(phase.seq_len)}"
             for phase, plan in zip(setup.phases, setup.batch_shapes, strict=True)
-            if plan.row_devices > 1
+            if plan.sequence_devices > 1
         ),
         *(
             f"attention{f' of rows of {length}' if len(setup.attention) > 1 else ''}: {choice}"
@@ -110,7 +111,7 @@ def startup_report(setup: Setup, corpus: Corpus) -> list[str]:
             if setup.step.counts_first(plan.accumulation)
         ),
         f"corpus: {numbers}",
-        *(f"layout: {note}" for note in setup.layout.notes),
+        *(f"layout: {note}" for note in setup.notes),
     ]
 
 
@@ -119,7 +120,7 @@ class _Runner:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: Bound,
         corpus: Corpus,
         shards: int,
         batches: list[Batch],
@@ -128,6 +129,7 @@ class _Runner:
         directory: Path,
         started: float,
     ) -> None:
+        self.order = CheckpointOrder(setup)
         self.setup, self.corpus, self.checkpoints, self.log = setup, corpus, checkpoints, log
         self.held_out = batches
         self.config, self.directory, self.started = setup.config, directory, started
@@ -151,12 +153,12 @@ class _Runner:
 
     def restore(self) -> None:
         """Take up the newest whole checkpoint, or give birth to the state."""
-        found = self.checkpoints.restore(self.setup.checkpoint_layout)
+        found = self.checkpoints.restore(self.order.checkpoint_layout)
         if found is None:
             self.state = self.setup.init_state()
             self.log.resume_at(0)
             return
-        self.done, self.state, data, meta = found._replace(state=self.setup.from_checkpoint(found.state))
+        self.done, self.state, data, meta = found._replace(state=self.order.from_checkpoint(found.state))
         self._check_meta(meta)
         self.stream.set_state(data)
         self.resumed_from = self.done
@@ -305,7 +307,7 @@ class _Runner:
                 f"update {step}: {overflowed:,} choices of experts did not fit the receive buffer and count as zero "
                 f"(model.moe.buffer {self.config.model.moe.buffer}): raise it, or null for the worst case"
             )
-        return traffic_metrics(traffic_PP, self.setup.expert_row_bytes, self.setup.expert_crossings)
+        return traffic_metrics(traffic_PP, self.setup.expert_token_bytes, self.setup.expert_crossings)
 
     def _evaluate(self, step: int) -> float:
         loss, scored = mean_loss(self.evaluate, self.state["params"], self.held_out)
@@ -317,7 +319,7 @@ class _Runner:
         sizes, updates = self.setup.topology.sizes, int(self.state["steps"])
         meta = checkpoint_meta(self.config, sizes, self.corpus, self.done, updates, self.tokens, self.skipped)
         self.checkpoints.save(
-            self.done, self.setup.to_checkpoint(self.state), gather_json(self.stream.get_state()), meta
+            self.done, self.order.to_checkpoint(self.state), gather_json(self.stream.get_state()), meta
         )
 
     def _check_meta(self, meta: dict[str, Any]) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 
 from jaxtrain.config import Axis, ConfigError, RunConfig, diff_configs, dump_config, load_config, to_tree
 from jaxtrain.data import Corpus
+from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.files import write_atomic
+from jaxtrain.train.resolve import Bound
+from jaxtrain.train.state import state_bytes_per_device
 
 # Settings that a resumed run may change: where and how it computes, what it shows, how long it goes on; and how
 # positions turn, which is stretched before longer rows come.
@@ -82,3 +85,20 @@ def read_summary(directory: Path) -> dict[str, Any] | None:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is not readable JSON ({error}): remove it, it is written again") from None
+
+
+def describe_sharding(bound: Bound) -> dict[str, Any]:
+    """The content of `sharding.json`: mesh, devices and the PartitionSpecs of every parameter."""
+    specs = {part: flatten_paths(tree) for part, tree in bound.layout.parts.items()}
+    parameters = {
+        path: {"shape": param.shape, "names": param.names, **{part: str(flat[path]) for part, flat in specs.items()}}
+        for path, param in flatten_paths(bound.model.params).items()
+    }
+    return {
+        "mesh": bound.topology.sizes,
+        "devices": [int(device.id) for device in bound.topology.devices.ravel()],
+        "deferred_axes": bound.layout.deferred_axes,
+        "batch": str(bound.batch_sharding.spec),
+        "state_bytes_per_device": state_bytes_per_device(bound.abstract),
+        "parameters": parameters,
+    }

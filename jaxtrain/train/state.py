@@ -9,8 +9,6 @@ tokens     scored tokens trained so far, an exact two-word counter
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from functools import partial
 from typing import Any
 
 import jax
@@ -20,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import PrecisionConfig
 from jaxtrain.mesh.layout import Layout
-from jaxtrain.mesh.param import Param
 from jaxtrain.nn.model import Model
 from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_zero
@@ -86,28 +83,6 @@ def state_from_params(
 
     del shardings["params"]
     return {"params": params, **jax.jit(rest, out_shardings=shardings)(params)}
-
-
-def stacked_leaves(
-    params: dict[str, Any], optimizer: optax.GradientTransformation, state: TrainState, stacks: Collection[str]
-) -> TrainState:
-    """Tree of str over a state: of which of `stacks` of the tree of Param a leaf has one row a layer, "" for none."""
-
-    def moments(grown: str) -> Any:
-        def shape(stack: str, param: Param) -> jax.ShapeDtypeStruct:
-            rows = (param.shape[0] + (stack == grown), *param.shape[1:])
-            return jax.ShapeDtypeStruct(rows if stack == grown else param.shape, jnp.float32)
-
-        return jax.eval_shape(optimizer.init, {k: jax.tree.map(partial(shape, k), part) for k, part in params.items()})
-
-    none = {name: jax.tree.map(lambda _: "", part) for name, part in state.items()}
-    own = {k: jax.tree.map(lambda _, k=k: k if k in stacks else "", part) for k, part in params.items()}
-    opt, plain = none["opt"], moments("")
-    for stack in stacks:
-        # A moment may lack any dimension of its parameter: what has a row a layer is what grows with the stack.
-        grown = jax.tree.map(lambda a, b: a.shape[:1] != b.shape[:1], plain, moments(stack))
-        opt = jax.tree.map(lambda name, there, stack=stack: stack if there else name, opt, grown)
-    return {**none, "params": own, "opt": opt}
 
 
 def state_bytes_per_device(abstract: TrainState) -> dict[str, int]:

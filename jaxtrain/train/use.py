@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError, load_config
 from jaxtrain.data import Corpus, held_out_batches, prepare
 from jaxtrain.nn.generate import sample
 from jaxtrain.train.batch import shard_batch
-from jaxtrain.train.setup import Setup, resolve
+from jaxtrain.train.resolve import Bound, bind
 from jaxtrain.train.step import Batch
 
 Evaluate = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
@@ -24,7 +25,7 @@ Evaluate = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 class Opened:
     """A run as its newest intact checkpoint left it."""
 
-    setup: Setup
+    setup: Bound
     corpus: Corpus
     params: Any
     step: int
@@ -38,10 +39,10 @@ def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
     if not (directory / "config.yaml").is_file():
         raise ConfigError(f"{directory} is not a run (it has no config.yaml): name the --run directory of a training")
     config = load_config(directory / "config.yaml", overrides, hints=False)
-    setup, corpus = resolve(config), prepare(config)
+    setup, corpus = bind(config), prepare(config)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
     try:
-        found = checkpoints.restore(setup.checkpoint_layout)
+        found = checkpoints.restore(CheckpointOrder(setup).checkpoint_layout)
     finally:
         checkpoints.close()
     if found is None:
@@ -50,10 +51,10 @@ def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
         raise ConfigError(
             f"the tokenizer of {directory} is not the one it was trained with: restore data.tokenizer.path"
         )
-    return Opened(setup, corpus, setup.from_checkpoint(found.state)["params"], found.step)
+    return Opened(setup, corpus, CheckpointOrder(setup).from_checkpoint(found.state)["params"], found.step)
 
 
-def held_out(setup: Setup, corpus: Corpus) -> list[Batch]:
+def held_out(setup: Bound, corpus: Corpus) -> list[Batch]:
     """The run's evaluation batches, on their devices; raises ConfigError where no document is held out."""
     config = setup.config
     if not len(corpus.held_out):
@@ -77,7 +78,7 @@ def mean_loss(evaluate: Evaluate, params: Any, batches: Sequence[Batch]) -> tupl
 
 
 def continue_text(
-    setup: Setup, corpus: Corpus, params: Any, prompt: str, tokens: int, temperature: float, seed: int
+    setup: Bound, corpus: Corpus, params: Any, prompt: str, tokens: int, temperature: float, seed: int
 ) -> str:
     """The prompt and up to `tokens` more, at most data.seq_len in all; temperature 0 is greedy."""
     ids = corpus.tokenizer.encode(prompt)

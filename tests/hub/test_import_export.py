@@ -13,6 +13,7 @@ import pytest
 from folders import ROOT, tensors_in
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.cli import main, split_overrides
 from jaxtrain.config import ConfigError
 from jaxtrain.hub.runs import import_run
@@ -87,7 +88,7 @@ def test_training_starts_from_the_weights_with_a_fresh_optimizer(
     assert opened.step == 0
     rows = tensors_in(hub)["model.embed_tokens.weight"]
     np.testing.assert_array_equal(np.asarray(opened.params["embed"]["tokens"])[:192], rows)
-    state = opened.setup.state_from_params(opened.params)
+    state = CheckpointOrder(opened.setup).state_from_params(opened.params)
     assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(state["opt"]) if leaf.ndim)
     capsys.readouterr()
     assert main(["eval", str(run), "--json"]) == 0

@@ -13,7 +13,7 @@ from runs import config_of, packed_rows, setup_of
 from jaxtrain.prove.compare import compare, first_failure
 from jaxtrain.prove.measure import Outcome, StepRunner, random_state
 from jaxtrain.prove.verify import FAST_CPU
-from jaxtrain.train.setup import Setup
+from jaxtrain.train.resolve import Bound
 
 LAYERS = 8
 PADDING = 3
@@ -31,7 +31,7 @@ def rows_of(microbatches: int) -> dict[str, np.ndarray]:
     return {name: field[PADDING:] for name, field in packed_rows(0, rows + PADDING).items()}
 
 
-def bench(rows: int, devices: int, scale: float, **more: dict[str, Any]) -> tuple[Setup, StepRunner]:
+def bench(rows: int, devices: int, scale: float, **more: dict[str, Any]) -> tuple[Bound, StepRunner]:
     train = {"global_batch": rows, "z_loss": 1e-2, **more.pop("train", {})}
     config = config_of(model={"n_layers": LAYERS}, optimizer={"clip_norm": 0.5}, train=train, **more)
     setup = setup_of(config.model_copy(update={"xla": FAST_CPU}), devices)

@@ -24,12 +24,12 @@ from jaxtrain.pipeline.stages import Stages
 from jaxtrain.program.flops import count_flops
 from jaxtrain.program.hlo import read_program
 from jaxtrain.train.batch import shard_batch
-from jaxtrain.train.setup import Setup
+from jaxtrain.train.resolve import Bound
 
 LAYERS = "layers"
 
 
-def piped(schedule: str, microbatches: int, stages: int = 2, **sections: Any) -> Setup:
+def piped(schedule: str, microbatches: int, stages: int = 2, **sections: Any) -> Bound:
     """Stages of two layers on two replicas, one row of each microbatch a replica."""
     tree = {
         "mesh": {"pipe": stages, "data": 2}, "pipeline": {"schedule": schedule}, "model": {"n_layers": 2 * stages},
@@ -38,7 +38,7 @@ def piped(schedule: str, microbatches: int, stages: int = 2, **sections: Any) ->
     return setup_of(config_of(**tree | sections), devices=2 * stages)
 
 
-def executed(setup: Setup) -> int:
+def executed(setup: Bound) -> int:
     """Matmul FLOPs of one device for the gradients of an update."""
     compiled = jax.jit(setup.step.gradients).lower(setup.abstract["params"], setup.abstract_batch, 1.0).compile()
     program = read_program(compiled.as_text())
@@ -172,7 +172,7 @@ def pairs(shape: PipelineShape, in_lockstep: bool) -> list[Order]:
     return [[Op(kind, m, 0) for group in groups for kind in "FB" for m in group]] * shape.stages
 
 
-def gradients(setup: Setup) -> Any:
+def gradients(setup: Bound) -> Any:
     params = setup.init_state()["params"]
     batch = shard_batch(packed_rows(0, rows=setup.batch_shape.global_batch), 0, setup.batch_shape, setup.batch_sharding)
     return jax.device_get(jax.jit(setup.step.gradients)(params, batch, 1.0)[0])

@@ -18,7 +18,8 @@ import yaml
 from runs import config_of, setup_of
 
 from jaxtrain.checkpoint import Checkpoints, digest
-from jaxtrain.train.setup import Setup
+from jaxtrain.checkpoint.order import CheckpointOrder
+from jaxtrain.train.resolve import Bound
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one device": (1, {}),
@@ -38,18 +39,18 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def setup_on(name: str, optimizer: str) -> Setup:
+def setup_on(name: str, optimizer: str) -> Bound:
     devices, sections = MESHES[name]
     return setup_of(config_of(model={"n_layers": 6}, optimizer={"name": optimizer}, **sections), devices)
 
 
-def full_state(setup: Setup) -> Any:
+def full_state(setup: Bound) -> Any:
     """A state whose every leaf, moments too, is told apart from any other, empty places being zero."""
-    saved = setup.checkpoint_layout
+    saved = CheckpointOrder(setup).checkpoint_layout
     leaves = jax.tree.leaves(saved)
     rng = np.random.default_rng(0)
     values = [jax.device_put(rng.integers(1, 100, leaf.shape).astype(leaf.dtype), leaf.sharding) for leaf in leaves]
-    return setup.from_checkpoint(jax.tree.unflatten(jax.tree.structure(saved), values))
+    return CheckpointOrder(setup).from_checkpoint(jax.tree.unflatten(jax.tree.structure(saved), values))
 
 
 @pytest.mark.parametrize(
@@ -67,17 +68,19 @@ def test_every_mesh_restores_every_other(tmp_path: Path, source: str, optimizer:
     state = full_state(setup)
     assert any(jax.tree.leaves(setup._reordered)), "this layout needs no reordering: choose another"
     checkpoints = Checkpoints(tmp_path / "checkpoints", setup.config.checkpoint)
-    checkpoints.save(1, setup.to_checkpoint(state), {}, {})
-    marks = digest(setup.to_checkpoint(state))
+    checkpoints.save(1, CheckpointOrder(setup).to_checkpoint(state), {}, {})
+    marks = digest(CheckpointOrder(setup).to_checkpoint(state))
     for name in MESHES:
         other = setup_on(name, optimizer)
-        found = checkpoints.restore(other.checkpoint_layout)
+        found = checkpoints.restore(CheckpointOrder(other).checkpoint_layout)
         assert found is not None and digest(found.state) == marks
-        there = other.from_checkpoint(found.state)
+        there = CheckpointOrder(other).from_checkpoint(found.state)
         for leaf, want in zip(jax.tree.leaves(there), jax.tree.leaves(other.abstract), strict=True):
             assert leaf.shape == want.shape and leaf.sharding == want.sharding
         for got, want in zip(
-            jax.tree.leaves(other.to_checkpoint(there)), jax.tree.leaves(setup.to_checkpoint(state)), strict=True
+            jax.tree.leaves(CheckpointOrder(other).to_checkpoint(there)),
+            jax.tree.leaves(CheckpointOrder(setup).to_checkpoint(state)),
+            strict=True,
         ):
             np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
     checkpoints.close()
@@ -87,7 +90,7 @@ def test_every_mesh_restores_every_other(tmp_path: Path, source: str, optimizer:
 def test_a_newborn_state_is_that_of_one_device() -> None:
     want = setup_on("one device", "adamw").init_state()["params"]
     setup = setup_on("pipe=4, empty places", "adamw")
-    got = setup.to_checkpoint(setup.init_state())["params"]
+    got = CheckpointOrder(setup).to_checkpoint(setup.init_state())["params"]
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-6, atol=1e-8)
 

@@ -13,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import LENGTH, ROWS, config_of, packed_rows, setup_of, train_on, worst_relative_error
 
+from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError
 from jaxtrain.ops.loss import IGNORE
 from jaxtrain.pipeline.stages import Stages
 from jaxtrain.train.batch import shard_batch
-from jaxtrain.train.setup import Setup
+from jaxtrain.train.resolve import Bound
 
 BATCHES = [packed_rows(seed) for seed in range(3)]
 Sections = dict[str, dict[str, Any]]
@@ -105,7 +106,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def gradients_of(setup: Setup, rows: Any = BATCHES[0]) -> tuple[Any, dict[str, Any]]:
+def gradients_of(setup: Bound, rows: Any = BATCHES[0]) -> tuple[Any, dict[str, Any]]:
     """Gradients of 3 x the loss in the model's order of layers, and sums."""
     params = setup.init_state()["params"]
     batch = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
@@ -180,10 +181,12 @@ def test_dense_layers_survive_a_checkpoints_order() -> None:
     """Parameters and moments of both stacks come back from stage order, bit for bit."""
     setup = setup_of(config_of(**pipe(4, 4, model=TWO_AND_TWO)), 4)
     state = setup.init_state()
-    saved = setup.to_checkpoint(state)
+    saved = CheckpointOrder(setup).to_checkpoint(state)
     rows = {stack: {leaf.shape[0] for leaf in jax.tree.leaves(saved["params"][stack])} for stack in setup.model.stacks}
     assert rows == {"dense_layers": {5}, "layers": {4}}
-    for got, want in zip(jax.tree.leaves(setup.from_checkpoint(saved)), jax.tree.leaves(state), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(CheckpointOrder(setup).from_checkpoint(saved)), jax.tree.leaves(state), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
 
 
@@ -220,7 +223,7 @@ def test_clipped_updates_and_held_out_loss() -> None:
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert other["grad_norm"] > 0.1, "nothing was clipped"
-    error, path = worst_relative_error(piped.to_checkpoint(moved)["params"], state["params"])
+    error, path = worst_relative_error(CheckpointOrder(piped).to_checkpoint(moved)["params"], state["params"])
     assert error < 1e-4, path
     sums = [
         jax.device_get(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import CheckpointConfig, ConfigError, RunConfig, load_config, replace
 from jaxtrain.data import IGNORE
 from jaxtrain.prove.batches import adversarial_batches, repack
@@ -18,7 +19,7 @@ from jaxtrain.prove.layouts import BACKENDS, DENSE, PIPELINE, SEQUENCE, parse_la
 from jaxtrain.prove.measure import StepRunner, random_state
 from jaxtrain.prove.shrink import BATCH, SEQ_LEN, VOCAB, shrink
 from jaxtrain.train.batch import shard_batch
-from jaxtrain.train.setup import resolve
+from jaxtrain.train.resolve import bind
 from jaxtrain.train.step import compile_step
 
 LOSS, NORM = 2e-2, 1e-1
@@ -28,7 +29,7 @@ REST = [name for name in (*DENSE, *BACKENDS, *SEQUENCE, *PIPELINE) if name not i
 
 
 def curve(config: RunConfig, devices: int, packing: str | None = None) -> list[dict[str, float]]:
-    setup = resolve(config, jax.devices()[:devices])
+    setup = bind(config, jax.devices()[:devices])
     steps = adversarial_batches(BATCH, SEQ_LEN, VOCAB)
     repacked = [repack(step, packing, SEQ_LEN) if packing else step for step in steps]
     batches = [step.packed(setup.batch_shape.global_batch, SEQ_LEN) for step in repacked] * 3
@@ -70,7 +71,7 @@ def test_float16_overflow_skips_steps_keeps_the_schedule_recovers_and_is_restore
         "optimizer.schedule=linear", "optimizer.warmup=0", "train.steps=100",
     )  # fmt: skip
     before = _Run(parse_layout(small, "data=2, rules.preset=[zero2], train.accumulation=2", 8).config, 2)
-    state = before.setup.state_from_params(random_state(before.setup)["params"])
+    state = CheckpointOrder(before.setup).state_from_params(random_state(before.setup)["params"])
     state = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), state, before.setup.abstract)
     # With this scale a cotangent of 1 overflows float16.
     state["scaler"]["scale"] = jax.device_put(np.float32(2.0**24), before.setup.abstract["scaler"]["scale"].sharding)
@@ -105,7 +106,7 @@ def test_float16_overflow_skips_steps_keeps_the_schedule_recovers_and_is_restore
 
 class _Run:
     def __init__(self, config: RunConfig, devices: int) -> None:
-        self.setup = resolve(config, jax.devices()[:devices])
+        self.setup = bind(config, jax.devices()[:devices])
         self._train_step = compile_step(self.setup.step, self.setup.abstract, self.setup.abstract_batch)
         batch = adversarial_batches(BATCH, SEQ_LEN, VOCAB)[0].packed(BATCH, SEQ_LEN)
         assert (batch["labels"] != IGNORE).any()

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.config import RunConfig, validate
 from jaxtrain.data import IGNORE
 from jaxtrain.train.batch import shard_batch
-from jaxtrain.train.setup import Setup, resolve
+from jaxtrain.train.resolve import Bound, bind
 from jaxtrain.train.step import compile_step
 
 LENGTH, ROWS, VOCAB = 32, 16, 128
@@ -54,12 +54,12 @@ def packed_rows(seed: int, rows: int = ROWS, length: int = LENGTH, vocab: int = 
     return out
 
 
-def setup_of(config: RunConfig, devices: int | None = None) -> Setup:
+def setup_of(config: RunConfig, devices: int | None = None) -> Bound:
     """Resolve on the first `devices` simulated devices (default all)."""
-    return resolve(config, jax.devices()[: devices or jax.device_count()])
+    return bind(config, jax.devices()[: devices or jax.device_count()])
 
 
-def train_on(setup: Setup, batches: list[dict[str, np.ndarray]]) -> tuple[list[dict[str, float]], dict[str, Any], Any]:
+def train_on(setup: Bound, batches: list[dict[str, np.ndarray]]) -> tuple[list[dict[str, float]], dict[str, Any], Any]:
     """Metrics of each update, the final state on the host, and the compiled step."""
     step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
     state = setup.init_state()

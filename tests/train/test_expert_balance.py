@@ -18,7 +18,7 @@ from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.experts import balanced, border
-from jaxtrain.train.setup import resolve
+from jaxtrain.train.resolve import bind
 from jaxtrain.train.step import compile_step
 
 UPDATES, SAVED = 200, 120
@@ -93,9 +93,9 @@ def test_experts_that_leave_a_domain_are_refused_unless_allowed() -> None:
         "model": {**MODEL, "n_heads": 4, "moe": MOE}, "mesh": {"expert": 8}, "cluster": {"domain_size": 4},
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"torn 4 \+ 4 over 2 fast domains"):
-        resolve(config_of(**tree), jax.devices())
+        bind(config_of(**tree), jax.devices())
     tree["mesh"]["allow_cross_domain"] = ["expert"]
-    setup = resolve(config_of(**tree), jax.devices())
+    setup = bind(config_of(**tree), jax.devices())
     assert setup.expert_crossings.tolist() == [[float(i // 4 != j // 4) for j in range(8)] for i in range(8)]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxtrain.config import ConfigError, validate
 from jaxtrain.train.loop import train
-from jaxtrain.train.setup import resolve
+from jaxtrain.train.resolve import bind
 
 
 def test_a_run_records_and_draws_what_its_experts_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,4 +53,4 @@ def test_capacity_and_buffer_exclude_each_other() -> None:
     moe = {"experts": 8, "capacity": 1.0, "buffer": 1.0}
     config = validate({"model": {"n_layers": 1, "moe": moe}, "data": {"tokenizer": {"vocab_size": 300}}})
     with pytest.raises(ConfigError, match=r"model\.moe\.buffer 1\.0 has no effect .* model\.moe\.capacity 1\.0"):
-        resolve(config)
+        bind(config)

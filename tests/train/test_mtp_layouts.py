@@ -12,12 +12,13 @@ import pytest
 from runs import config_of, packed_rows, setup_of, train_on, worst_relative_error
 
 from jaxtrain.checkpoint import Checkpoints, digest
+from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError
 from jaxtrain.mesh.layout import bytes_per_device, flatten_paths
 from jaxtrain.nn.mtp import mtp_labels
 from jaxtrain.optim import build_optimizer, decay_mask
 from jaxtrain.train.batch import shard_batch
-from jaxtrain.train.setup import Setup
+from jaxtrain.train.resolve import Bound
 
 Sections = dict[str, dict[str, Any]]
 SIZES = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "d_model": 32, "d_ff": 48, "vocab_size": 128, "max_seq_len": 32}
@@ -94,7 +95,7 @@ PROVEN: dict[str, tuple[str, int, Sections]] = {
 BATCHES = [packed_rows(seed) for seed in range(4)]
 
 
-def on(kind: str, devices: int = 1, laid: Sections | None = None) -> Setup:
+def on(kind: str, devices: int = 1, laid: Sections | None = None) -> Bound:
     """A model under a layout, every loss switched on."""
     laid = laid or {}
     return setup_of(
@@ -102,7 +103,7 @@ def on(kind: str, devices: int = 1, laid: Sections | None = None) -> Setup:
     )
 
 
-def gradients_of(setup: Setup) -> tuple[Any, dict[str, Any]]:
+def gradients_of(setup: Bound) -> tuple[Any, dict[str, Any]]:
     """Gradients of 3 x the loss in the model's order of layers, and sums."""
     batch = shard_batch(BATCHES[0], 0, setup.batch_shape, setup.batch_sharding)
     gradients, sums = jax.device_get(jax.jit(setup.step.gradients)(setup.init_state()["params"], batch, 3.0))
@@ -152,7 +153,7 @@ def test_same_losses_and_parameters_beside_stages(name: str) -> None:
     kind, devices, laid = (LAYOUTS | PROVEN)[name]
     want, setup = train_on(on(kind), BATCHES), on(kind, devices, laid)
     metrics, state, _ = train_on(setup, BATCHES)
-    _same(metrics, setup.to_checkpoint(state)["params"], want)
+    _same(metrics, CheckpointOrder(setup).to_checkpoint(state)["params"], want)
 
 
 def _same(metrics: list[dict[str, Any]], params: Any, reference: Any) -> None:
@@ -185,9 +186,7 @@ def test_blocks_of_further_tokens_belong_to_no_stage() -> None:
     for path, spec in layers.items():
         assert spec[0] == "pipe" and further[f"block/{path}"] == jax.sharding.PartitionSpec(None, *spec[1:]), path
     held = bytes_per_device(setup.model.params["mtp"], setup.layout.weights["mtp"], setup.topology.sizes, 4)
-    assert any(
-        "model.mtp 2 belong to no stage" in note and f"{held / 1e9:.3g} GB" in note for note in setup.layout.notes
-    )
+    assert any("model.mtp 2 belong to no stage" in note and f"{held / 1e9:.3g} GB" in note for note in setup.notes)
     params = setup.model.params
     assert {param.names[0] for param in jax.tree.leaves(params["mtp"])} == {"depths"}
     decays = decay_mask(params)["mtp"]
@@ -205,15 +204,17 @@ def test_checkpoints_of_a_pipeline_restore_on_one_device(tmp_path: Path, optimiz
     piped = setup_of(config_of(**rule, **pipe(2, 2, pipeline={"stages": [1, 2]})), 2)
     single = setup_of(config_of(**rule), 1)
     rng = np.random.default_rng(0)
-    leaves, tree = jax.tree.flatten(piped.checkpoint_layout)
+    leaves, tree = jax.tree.flatten(CheckpointOrder(piped).checkpoint_layout)
     values = [jax.device_put(rng.integers(1, 99, leaf.shape).astype(leaf.dtype), leaf.sharding) for leaf in leaves]
-    state = piped.from_checkpoint(jax.tree.unflatten(tree, values))
+    state = CheckpointOrder(piped).from_checkpoint(jax.tree.unflatten(tree, values))
     checkpoints = Checkpoints(tmp_path / "checkpoints", piped.config.checkpoint)
-    checkpoints.save(1, piped.to_checkpoint(state), {}, {})
-    found = checkpoints.restore(single.checkpoint_layout)
+    checkpoints.save(1, CheckpointOrder(piped).to_checkpoint(state), {}, {})
+    found = checkpoints.restore(CheckpointOrder(single).checkpoint_layout)
     checkpoints.close()
-    assert found is not None and digest(found.state) == digest(piped.to_checkpoint(state))
-    there, here = (jax.tree.leaves(each["params"]["mtp"]) for each in (single.from_checkpoint(found.state), state))
+    assert found is not None and digest(found.state) == digest(CheckpointOrder(piped).to_checkpoint(state))
+    there, here = (
+        jax.tree.leaves(each["params"]["mtp"]) for each in (CheckpointOrder(single).from_checkpoint(found.state), state)
+    )
     for got, want in zip(there, here, strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.config import ConfigError, load_config, replace, validate
 from jaxtrain.train.options import check_options, option_names
-from jaxtrain.train.setup import resolve
+from jaxtrain.train.resolve import bind
 from jaxtrain.train.step import compile_step
 
 TINY = validate(
@@ -45,7 +45,7 @@ def test_wrong_options_are_refused_before_they_are_used(
     options: dict[str, bool | int | float | str], words: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        resolve(TINY.model_copy(update={"xla": options}))
+        bind(TINY.model_copy(update={"xla": options}))
     assert words in str(error.value)
 
 
@@ -59,6 +59,6 @@ def test_options_reach_the_compiler_and_gpu_options_do_no_harm_here(tmp_path: Pa
         TINY, "xla.xla_gpu_all_gather_combine_threshold_bytes=1000", "xla.optimization_level=O1",
         f"xla.xla_dump_to={tmp_path}", "xla.xla_dump_hlo_as_text=true",
     )  # fmt: skip
-    setup = resolve(config)
+    setup = bind(config)
     compile_step(setup.step, setup.abstract, setup.abstract_batch)
     assert any("jit_train_step" in path.name for path in tmp_path.iterdir()), "the dump option had no effect"

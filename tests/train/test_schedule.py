@@ -16,7 +16,7 @@ import pytest
 from jaxtrain.config import ConfigError, RunConfig, dump_config, validate
 from jaxtrain.data import IGNORE, open_stream, prepare
 from jaxtrain.train.loop import train
-from jaxtrain.train.setup import resolve
+from jaxtrain.train.resolve import bind
 
 UPDATES = 8
 SCHEDULE = [
@@ -118,4 +118,4 @@ def test_two_processes_cross_a_border_as_one(place: Path, unbroken: Any) -> None
 
 def test_a_phase_that_does_not_fit_the_mesh_names_the_schedule(place: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.schedule: global_batch 12 does not divide into 8 replicas"):
-        resolve(config_of(place, schedule=[{"start": 0}, {"start": 2, "global_batch": 12}]))
+        bind(config_of(place, schedule=[{"start": 0}, {"start": 2, "global_batch": 12}]))

@@ -30,12 +30,12 @@ def main(argv: list[str]) -> dict[str, object]:
     from jaxtrain.cli import split_overrides
     from jaxtrain.config import load_config
     from jaxtrain.train.batch import shard_batch
-    from jaxtrain.train.setup import resolve
+    from jaxtrain.train.resolve import bind
     from jaxtrain.train.step import compile_step
 
     (path,), overrides = split_overrides(argv)
     config = load_config(path, overrides)
-    setup = resolve(config)
+    setup = bind(config)
     begin = time.perf_counter()
     step = compile_step(setup.step, setup.abstract, setup.abstract_batch)
     compile_s = time.perf_counter() - begin

@@ -1,0 +1,129 @@
+"""The train state as checkpoints store it: layers in the model's order, whatever the stages of the mesh that saves.
+
+A pipelined mesh stores layers in stage order, with empty slots where stages hold different numbers of layers.
+Checkpoints hold the model's order without empty slots, so that any mesh restores them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.mesh.layout import extend_spec
+from jaxtrain.mesh.param import Param
+from jaxtrain.nn.decoder import layers_of
+from jaxtrain.pipeline.staged import StagedModel
+from jaxtrain.train.resolve import Bound
+from jaxtrain.train.state import TrainState, state_from_params
+
+STORED_NAMES = {"steps": "updates"}
+"""Parts of the state that checkpoints store under another name: the format stays readable."""
+
+
+class CheckpointOrder:
+    """Conversion of one bound configuration's state to and from the order and names of checkpoints."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+
+    @cached_property
+    def checkpoint_layout(self) -> TrainState:
+        """Shapes and shardings of the state in a checkpoint."""
+        return _rename(self.model_order, STORED_NAMES)
+
+    def to_checkpoint(self, state: TrainState) -> TrainState:
+        """A state as checkpoints store it, bit for bit; leaves are not copied where the order is the same."""
+        return _rename(self.to_model_order(state), STORED_NAMES)
+
+    def from_checkpoint(self, stored: TrainState) -> TrainState:
+        """The inverse of `to_checkpoint`."""
+        return self.from_model_order(_rename(stored, {new: old for old, new in STORED_NAMES.items()}))
+
+    @cached_property
+    def model_order(self) -> TrainState:
+        """Shapes and shardings of the state with layers in the model's order."""
+        return jax.tree.map(self._ordered_leaf, self._bound.abstract, self._reordered)
+
+    def to_model_order(self, state: TrainState) -> TrainState:
+        """A state with its layers in the model's order; the state itself where that is its order."""
+        return self._reorder(state, "from_stack", self.model_order)
+
+    def from_model_order(self, ordered: TrainState) -> TrainState:
+        """The inverse of `to_model_order`."""
+        return self._reorder(ordered, "to_stack", self._bound.abstract)
+
+    def initial(self, params: Any) -> TrainState:
+        """The state before the first step of given weights, both in the model's order; weights are not copied."""
+        bound = self._bound
+        return state_from_params(params, bound.step.optimizer, bound.config.precision, self.model_order)
+
+    def initial_checkpoint(self, params: Any) -> TrainState:
+        """`initial` as checkpoints store it."""
+        return _rename(self.initial(params), STORED_NAMES)
+
+    def state_from_params(self, params: Any) -> TrainState:
+        """`initial` in the order of this mesh, ready to be trained."""
+        return self.from_model_order(self.initial(params))
+
+    @cached_property
+    def _reordered(self) -> TrainState:
+        """Tree of str over the state: the stack whose layers a leaf holds in stage order, "" for none."""
+        bound = self._bound
+        if not isinstance(bound.model, StagedModel) or bound.model.stages.identity:
+            return jax.tree.map(lambda _: "", bound.abstract)
+        return stacked_leaves(bound.model.params, bound.step.optimizer, bound.abstract, bound.model.stages.rows)
+
+    def _ordered_leaf(self, leaf: jax.ShapeDtypeStruct, stack: str) -> jax.ShapeDtypeStruct:
+        if not stack:
+            return leaf
+        sizes, spec = self._bound.topology.sizes, leaf.sharding.spec  # type: ignore[union-attr]
+        shape = (layers_of(self._bound.config.model, stack), *leaf.shape[1:])
+        if shape[0] % sizes["pipe"]:
+            # Layers need not divide where slots do: another dimension takes the axis, so that no device holds all.
+            bare = PartitionSpec(None, *spec[1:])
+            names = ("layers", *("other",) * (len(shape) - 1))
+            spec = extend_spec(Param(shape, names), bare, ("pipe",), sizes) or bare
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self._bound.mesh, spec))
+
+    def _reorder(self, state: TrainState, method: str, target: TrainState) -> TrainState:
+        if not any(jax.tree.leaves(self._reordered)):
+            return state
+        function = getattr(self._bound.model, method)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+
+        def reorder(state: TrainState) -> TrainState:
+            return jax.tree.map(lambda leaf, stack: function(stack, leaf) if stack else leaf, state, self._reordered)
+
+        return jax.jit(reorder, out_shardings=shardings)(state)
+
+
+def stacked_leaves(
+    params: dict[str, Any], optimizer: optax.GradientTransformation, state: TrainState, stacks: Collection[str]
+) -> TrainState:
+    """Tree of str over a state: the one of `stacks` in which a leaf has one index a layer, "" for none."""
+
+    def moments(grown: str) -> Any:
+        def shape(stack: str, param: Param) -> jax.ShapeDtypeStruct:
+            longer = (param.shape[0] + (stack == grown), *param.shape[1:])
+            return jax.ShapeDtypeStruct(longer if stack == grown else param.shape, jnp.float32)
+
+        return jax.eval_shape(optimizer.init, {k: jax.tree.map(partial(shape, k), part) for k, part in params.items()})
+
+    none = {name: jax.tree.map(lambda _: "", part) for name, part in state.items()}
+    own = {k: jax.tree.map(lambda _, k=k: k if k in stacks else "", part) for k, part in params.items()}
+    opt, unchanged = none["opt"], moments("")
+    for stack in stacks:
+        # A moment may lack any dimension of its parameter: those that grow with the stack have one index a layer.
+        grown = jax.tree.map(lambda a, b: a.shape[:1] != b.shape[:1], unchanged, moments(stack))
+        opt = jax.tree.map(lambda name, there, stack=stack: stack if there else name, opt, grown)
+    return {**none, "params": own, "opt": opt}
+
+
+def _rename(state: TrainState, names: dict[str, str]) -> TrainState:
+    return {names.get(name, name): part for name, part in state.items()}
