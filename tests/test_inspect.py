@@ -96,7 +96,7 @@ def test_totals_are_the_bytes_that_jax_stores():
 
 @pytest.mark.parametrize("axis", ["pipe", "seq", "expert"])
 def test_every_axis_is_described(axis):
-    one = inspect(load_config("models/llama3_8b", [f"mesh.{axis}=4", "mesh.tensor=2"]), cluster="h100_8x8")
+    one = inspect(load_config("models/llama3_8b", [f"mesh.{axis}=4", "mesh.tensor=2", "train.global_batch=64"]), cluster="h100_8x8")
     assert one.topology.sizes[axis] == 4 and one.topology.sizes["data"] == 8
     text = printed(one)
     assert f"{axis} 4" in text and "64" in text
@@ -112,7 +112,7 @@ def test_print_shows_the_answers():
         assert words in text
     assert "pipe (size 1) by base" in printed(inspect(TINY))
     assert "note: layers/attention/key/weight: replicated: 2 kv heads on tensor" in printed(inspect(TINY))
-    many = inspect(load_config("models/llama3_8b"), devices=1024, cluster="h100_8x8")
+    many = inspect(load_config("models/llama3_8b", ["train.global_batch=1024"]), devices=1024, cluster="h100_8x8")
     assert "112 more nodes" in printed(many) and len(many.to_json()["mesh"]["nodes"]) == 128
 
 
@@ -147,7 +147,7 @@ def test_diff_shows_optimizer_state_too():
 
 
 def test_diff_keeps_the_imagined_machine():
-    one = inspect(load_config("models/llama3_8b"), cluster="gb300_nvl72", devices=144)
+    one = inspect(load_config("models/llama3_8b", ["train.global_batch=144"]), cluster="gb300_nvl72", devices=144)
     after = one.diff("mesh.tensor=8").after
     assert after.topology.devices.size == 144 and after.config.cluster.name == "gb300_nvl72"
     assert after.topology.crossings() == {"data": 2, "pipe": 1, "tensor": 1, "seq": 1, "expert": 1}
@@ -160,6 +160,8 @@ def test_what_training_refuses_inspect_refuses():
         inspect(replace(TINY, "mesh.data=3"), devices=8)
     with pytest.raises(ConfigError, match=r"clusters/h100_8x9 does not exist.*clusters/h100_8x8"):
         inspect(TINY, cluster="h100_8x9")
+    with pytest.raises(ConfigError, match=r"train.global_batch 60 is not train.microbatch 1 x 64 replicas"):
+        inspect(load_config("llama3_8b", ["train.global_batch=60"]))
     with pytest.raises(ConfigError, match="devices is 0"):
         inspect(TINY, devices=0)
     with pytest.raises(ConfigError, match=r"no parameter 'layers/mlp/up' \(did you mean layers/mlp/up/weight"):
@@ -167,7 +169,7 @@ def test_what_training_refuses_inspect_refuses():
 
 
 def test_assumed_nodes_are_said():
-    assert "nodes of 8 devices are assumed" in inspect(TINY, devices=64).notes[0]
+    assert "nodes of 8 devices are assumed" in inspect(replace(TINY, "train.global_batch=64"), devices=64).notes[0]
     assert not any("assumed" in note for note in inspect(TINY).notes)
     described = inspect(replace(TINY, "cluster.nodes=2", "cluster.devices_per_node=4"))
     assert described.topology.devices.size == 8 and len(described.nodes) == 2
@@ -181,13 +183,13 @@ def test_pictures_colour_devices_by_shard():
     figure = one.plot_before_after("layers/mlp/up/weight", "rules.mlp=null")
     assert [len({cell.get_facecolor() for cell in axes.patches}) for axes in figure.axes] == [4, 1]
     figure.canvas.print_figure(Path("/dev/null"), format="png")
-    many = inspect(load_config("models/llama3_8b", ["rules.preset=[fsdp]"]), devices=64)
+    many = inspect(load_config("models/llama3_8b", ["rules.preset=[fsdp]", "train.global_batch=64"]), devices=64)
     assert len({cell.get_facecolor() for cell in many.plot_parameter("norm/scale").axes[0].patches}) == 64
 
 
 def test_inspect_finds_configurations_from_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert inspect(load_config("models/llama3_8b"), cluster="a100_8x8").topology.devices.size == 64
+    assert inspect(load_config("models/llama3_8b", ["train.global_batch=64"]), cluster="a100_8x8").topology.devices.size == 64
     (tmp_path / "mine.yaml").write_text("cluster: {name: mine, nodes: 2, devices_per_node: 2}\n")
     assert inspect(TINY.model_copy(update={"mesh": load_config("tiny").mesh}), cluster="mine.yaml").notes == ()
 

@@ -176,5 +176,5 @@ def test_exactly_one_compilation_of_the_step(tmp_path: Path, caplog: pytest.LogC
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
         train(config, tmp_path / "run", quiet=True)
     compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
-    assert sum("jit(update)" in message for message in compiled) == 1, compiled
+    assert sum("jit(train_step)" in message for message in compiled) == 1, compiled
     assert sum("jit(evaluate)" in message for message in compiled) == 1, compiled
