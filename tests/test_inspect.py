@@ -96,7 +96,10 @@ def test_totals_are_the_bytes_that_jax_stores():
 
 @pytest.mark.parametrize("axis", ["pipe", "seq", "expert"])
 def test_every_axis_is_described(axis):
-    one = inspect(load_config("models/llama3_8b", [f"mesh.{axis}=4", "mesh.tensor=2", "train.global_batch=64"]), cluster="h100_8x8")
+    one = inspect(
+        load_config("models/llama3_8b", [f"mesh.{axis}=4", "mesh.tensor=2", "train.global_batch=64"]),
+        cluster="h100_8x8",
+    )
     assert one.topology.sizes[axis] == 4 and one.topology.sizes["data"] == 8
     text = printed(one)
     assert f"{axis} 4" in text and "64" in text
@@ -189,7 +192,10 @@ def test_pictures_colour_devices_by_shard():
 
 def test_inspect_finds_configurations_from_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert inspect(load_config("models/llama3_8b", ["train.global_batch=64"]), cluster="a100_8x8").topology.devices.size == 64
+    assert (
+        inspect(load_config("models/llama3_8b", ["train.global_batch=64"]), cluster="a100_8x8").topology.devices.size
+        == 64
+    )
     (tmp_path / "mine.yaml").write_text("cluster: {name: mine, nodes: 2, devices_per_node: 2}\n")
     assert inspect(TINY.model_copy(update={"mesh": load_config("tiny").mesh}), cluster="mine.yaml").notes == ()
 
