@@ -1,4 +1,4 @@
-"""YAML and overrides -> RunConfig: bases, dotted overrides, did-you-mean, dump and diff."""
+"""YAML files and overrides -> RunConfig; dump and diff of settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = (), hints: bool = True) -> di
     """
     path = _find(path)
     if path in seen:
-        raise ConfigError(f"{path}: base files form a circle: {' -> '.join(p.name for p in (*seen, path))}")
+        raise ConfigError(f"{path}: base files form a circle, break it: {' -> '.join(p.name for p in (*seen, path))}")
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -70,7 +70,9 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
         for part in parts[:-1]:
             child = node.setdefault(part, {})
             if not isinstance(child, dict):
-                raise ConfigError(f"override {override!r}: {part} is a single value, it has no key {parts[-1]!r}")
+                raise ConfigError(
+                    f"override {override!r}: {part} is one value, it has no key {parts[-1]!r}; set {part}"
+                )
             node = child
         try:
             # YAML reads nothing as null; on a command line nothing is the empty text, and null is written out.
@@ -82,7 +84,7 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
 
 
 def validate(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
-    """Turn a tree of plain values into a RunConfig; all faults are collected in one ConfigError."""
+    """A RunConfig from a tree of plain values; raises one ConfigError that lists all faults."""
     tree = migrate(tree, source)
     try:
         return RunConfig.model_validate(_numbers(tree, RunConfig))
@@ -91,19 +93,19 @@ def validate(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML of every resolved setting; a sharding rule appears only where it was set (unset is not null)."""
+    """YAML of every setting; a sharding rule appears only if it was set (unset is not null)."""
     return yaml.safe_dump(to_tree(config), sort_keys=False)
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """Plain values of every setting, the inverse of `validate`."""
+    """Plain values of every setting; the inverse of `validate`."""
     tree = config.model_dump(mode="json")
     tree["rules"] = config.rules.model_dump(mode="json", include=config.rules.model_fields_set | {"preset"})
     return tree
 
 
 def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Dotted keys at which two trees of settings differ, with both values ('unset' where absent)."""
+    """(dotted key, old value, new value) where two trees of settings differ; 'unset' where a key is absent."""
     rows: list[tuple[str, Any, Any]] = []
     for key in sorted({*old, *new}):
         a, b = old.get(key, "unset"), new.get(key, "unset")
@@ -115,7 +117,7 @@ def diff_configs(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 
 def replace(config: RunConfig, *overrides: str) -> RunConfig:
-    """A copy of a config with `section.key=value` overrides applied and validated."""
+    """A copy of a config with `section.key=value` overrides applied; raises ConfigError as `load_config`."""
     return validate(apply_overrides(to_tree(config), overrides), source="override")
 
 
@@ -154,7 +156,7 @@ def _numbers(tree: Any, model: type[BaseModel]) -> Any:
 
 
 def _distinct(error: ValidationError) -> list[Any]:
-    """One entry a setting: a union reports each of its branches, told apart by types such as list[...] in the path."""
+    """One entry per setting. A union reports each of its branches under a path with a type such as list[...]."""
     seen: dict[tuple[Any, ...], Any] = {}
     for entry in error.errors():
         loc = tuple(part for part in entry["loc"] if isinstance(part, int) or "[" not in part)
@@ -168,7 +170,7 @@ def _explain(entry: Any) -> str:
     if entry["type"] == "extra_forbidden":
         return f"unknown setting {name}{nearest(str(loc[-1]), _keys_at(loc[:-1]))}"
     if entry["type"] == "missing":
-        return f"{name} is not set and has no default"
+        return f"{name} is not set and has no default: set it"
     if entry["type"] == "value_error":
         return str(entry["ctx"]["error"])
     return f"{name} is {entry['input']!r}: {entry['msg'][0].lower()}{entry['msg'][1:]}"

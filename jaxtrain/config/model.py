@@ -1,4 +1,4 @@
-"""The settings of a model: a decoder described by data."""
+"""The settings of a model: one decoder, described by data."""
 
 from __future__ import annotations
 
@@ -10,81 +10,86 @@ from jaxtrain.config.section import Section
 
 
 class RopeConfig(Section):
-    """Rotary positions (Su et al. 2021), plain or scaled for longer context."""
+    """Rotary position embedding (Su et al. 2021), optionally scaled for longer context."""
 
     theta: float = Field(10_000.0, gt=0)
     """Base of the geometric series of wavelengths."""
     scaling: Literal["none", "linear", "llama3", "yarn", "yarn_unrounded"] = "none"
-    """How frequencies are stretched for longer context; yarn_unrounded: its ramp may begin between pairs (gpt-oss)."""
+    """Scaling of frequencies for longer context; yarn_unrounded does not round the borders of its ramp (gpt-oss)."""
     factor: float = Field(8.0, gt=0)
-    """linear: all frequencies are divided by this; llama3, yarn: low ones."""
+    """linear: all frequencies are divided by this; llama3, yarn: low frequencies."""
     low_freq_factor: float = Field(1.0, gt=0)
-    """llama3: wavelengths above original_seq_len / this are scaled fully."""
+    """llama3: wavelengths above original_seq_len / low_freq_factor are scaled fully."""
     high_freq_factor: float = Field(4.0, gt=0)
-    """llama3: wavelengths below original_seq_len / this are left alone."""
+    """llama3: wavelengths below original_seq_len / high_freq_factor are not scaled."""
     original_seq_len: PositiveInt = 8192
-    """llama3, yarn: context length the model was first trained on."""
+    """llama3, yarn: sequence length that the model was first trained with."""
     beta_fast: float = Field(32.0, gt=0)
-    """yarn: pairs that turn more often than this within original_seq_len are left alone."""
+    """yarn: pairs with more rotations than this within original_seq_len are not scaled."""
     beta_slow: float = Field(1.0, gt=0)
-    """yarn: pairs that turn less often than this are divided by factor."""
+    """yarn: frequencies of pairs with fewer rotations than this are divided by factor."""
     attention_factor: float | None = Field(None, gt=0)
     """yarn: multiplies cosines and sines; null is 0.1 ln(factor) + 1."""
 
 
 class MoeConfig(Section):
-    """A mixture of experts in place of the feed-forward layer; experts 0 is none (Shazeer et al. 2017)."""
+    """Mixture of experts in place of the feed-forward layer (Shazeer et al. 2017); experts 0 is none."""
 
     experts: int = Field(0, ge=0)
-    """Routed experts of a layer."""
+    """Routed experts per layer."""
     top_k: PositiveInt = 2
-    """Routed experts that a token visits."""
+    """Routed experts per token."""
     d_ff: PositiveInt | None = None
-    """Width of one expert; null is model.d_ff."""
+    """Feed-forward width of one expert; null is model.d_ff."""
     shared: int = Field(0, ge=0)
-    """Experts that every token visits, computed as one feed-forward layer of shared x d_ff (DeepSeek)."""
+    """Experts that process every token, computed as one feed-forward layer of width shared x d_ff (DeepSeek)."""
     first_dense: int = Field(0, ge=0)
-    """Layers at the start that keep the dense feed-forward layer of model.d_ff."""
+    """First layers that have a dense feed-forward layer of width model.d_ff."""
     every: PositiveInt = 1
-    """After the first dense layers each every-th is a mixture, the others dense."""
+    """After the first dense layers, one layer in `every` is a mixture and the others are dense."""
     router: Literal["softmax", "softmax_chosen", "sigmoid", "sigmoid_chosen"] = "softmax_chosen"
-    """Scores of experts; _chosen: the weights of the chosen ones are normalised to a sum of 1."""
+    """Scores of experts; _chosen: the weights of the chosen experts are normalised to a sum of 1."""
     scale: float = Field(1.0, gt=0)
-    """Multiplies the weights of the chosen experts (DeepSeek's routed_scaling_factor)."""
+    """Factor on the weights of the chosen experts (DeepSeek's routed_scaling_factor)."""
     groups: PositiveInt = 1
-    """Groups of experts (of a device or node); a token visits experts of top_groups of them alone."""
+    """Groups of experts (of a device or node); a token is sent to experts of at most top_groups groups."""
     top_groups: PositiveInt = 1
-    """Groups that a token may visit: those with the highest sum of two best scores."""
+    """Groups that a token may be sent to: those with the highest sums of their two best scores."""
     balance: Literal["batch", "sequence"] = "batch"
-    """What the balancing loss averages over: the global batch (Switch Transformer), or each document row (DeepSeek)."""
+    """Extent of the balancing loss: the global batch (Switch Transformer) or each sequence (DeepSeek)."""
     balance_weight: float = Field(0.0, ge=0)
-    """Strength of the balancing loss, a mean over layers' tokens; 0 is none."""
+    """Weight of the balancing loss, a mean over tokens and layers; 0 is none."""
     z_weight: float = Field(0.0, ge=0)
-    """Strength of the router's z-loss, the mean square of logsumexp of its logits (ST-MoE); 0 is none."""
+    """Weight of the router z-loss, the mean square of logsumexp of its logits (ST-MoE); 0 is none."""
     bias_rate: float | None = Field(None, ge=0)
-    """A correction bias chooses experts and moves by this much an update (loss-free balancing); null is no bias."""
+    """Step size of a correction bias on the scores that choose experts (loss-free balancing); null is no bias."""
     capacity: float | None = Field(None, gt=0)
-    """Tokens an expert takes, as a multiple of its even share of a row block; later ones are dropped and counted; null
-    drops none."""
+    """Tokens that an expert accepts, as a multiple of its even share; later tokens are dropped and counted; null: no
+    limit."""
     buffer: float | None = Field(None, gt=0)
-    """Rows that a device can receive from the others, as a multiple of its even share, for capacity null; more is a
-    counted overflow; null is the worst case."""
+    """Tokens that a device can receive if capacity is null, as a multiple of its even share; more are dropped and
+    counted; null is the worst case."""
 
     @model_validator(mode="after")
     def _routing_is_possible(self) -> MoeConfig:
         if self.experts and self.top_k > self.experts:
-            raise ValueError(f"model.moe.top_k {self.top_k} exceeds model.moe.experts {self.experts}")
+            raise ValueError(
+                f"model.moe.top_k {self.top_k} exceeds model.moe.experts {self.experts}: lower model.moe.top_k"
+            )
         if self.experts and self.experts % self.groups:
             raise ValueError(
                 f"model.moe.groups {self.groups} does not divide model.moe.experts {self.experts}: "
                 "each group holds a whole number of experts"
             )
         if self.top_groups > self.groups:
-            raise ValueError(f"model.moe.top_groups {self.top_groups} exceeds model.moe.groups {self.groups}")
+            raise ValueError(
+                f"model.moe.top_groups {self.top_groups} exceeds model.moe.groups {self.groups}: "
+                "lower model.moe.top_groups"
+            )
         if self.experts and self.top_k > self.top_groups * (self.experts // self.groups):
             raise ValueError(
                 f"model.moe.top_k {self.top_k} exceeds the experts of model.moe.top_groups {self.top_groups} groups "
-                f"({self.top_groups * (self.experts // self.groups)}): keep more groups"
+                f"({self.top_groups * (self.experts // self.groups)}): raise model.moe.top_groups"
             )
         return self
 
@@ -92,24 +97,24 @@ class MoeConfig(Section):
 class MlaConfig(Section):
     """Multi-head latent attention (DeepSeek-V2): keys and values from a latent vector; kv_rank 0 is none.
 
-    model.head_dim is the width of a head's part without position; rope_dim is added to it.
+    model.head_dim is the width of the part of a head without rotary position; rope_dim is added to it.
     """
 
     kv_rank: int = Field(0, ge=0)
     """Width of the latent vector of keys and values."""
     q_rank: int = Field(0, ge=0)
-    """Width of the latent vector of queries; 0 projects queries directly."""
+    """Width of the latent vector of queries; 0: queries are projected directly."""
     rope_dim: PositiveInt = 64
-    """Width of the rotary part of a head, shared by all heads of a key."""
+    """Width of the rotary part of a head; its key is shared by all heads."""
     v_dim: PositiveInt | None = None
     """Width of a value head; null is model.head_dim."""
 
 
 class ModelConfig(Section):
-    """A decoder described by data."""
+    """A decoder, described by data."""
 
     vocab_size: PositiveInt = 8192
-    """Rows of the embedding table; at least the tokenizer's size."""
+    """Entries of the embedding table; at least the size of the tokenizer."""
     d_model: PositiveInt = 256
     """Width of the residual stream."""
     n_layers: PositiveInt = 4
@@ -123,17 +128,17 @@ class ModelConfig(Section):
     d_ff: PositiveInt = 768
     """Width of the feed-forward layer."""
     max_seq_len: PositiveInt = 2048
-    """Longest sequence; the number of rows of learned positions."""
+    """Longest sequence; the number of learned positions."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation before each half-block and before the head."""
+    """Normalisation before attention, before the feed-forward layer and before the head."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in the normalisation."""
     activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2", "swiglu_oss"] = "swiglu"
-    """Feed-forward nonlinearity; swiglu has a gate, relu2 is relu squared, swiglu_oss is the clipped one of gpt-oss."""
+    """Feed-forward nonlinearity; swiglu is gated, relu2 is relu squared, swiglu_oss the clipped swiglu of gpt-oss."""
     positions: Literal["rope", "learned", "none"] = "rope"
-    """How a token knows its place in its document."""
+    """Position encoding: rotary, a learned vector per position, or none."""
     rope: RopeConfig = RopeConfig()
-    """Rotary settings, read when positions is rope."""
+    """Rotary position embedding, used if positions is rope."""
     qkv_bias: bool = False
     """Biases on the query, key and value projections."""
     out_bias: bool = False
@@ -143,36 +148,36 @@ class ModelConfig(Section):
     tied_head: bool = False
     """The output head is the transposed embedding."""
     qk_norm: bool = False
-    """RMSNorm per head on queries and keys before RoPE (Qwen 3)."""
+    """RMSNorm per head of queries and keys, before RoPE (Qwen 3)."""
     windows: list[PositiveInt | None] = Field([None], min_length=1)
-    """Sliding-window pattern repeated over layers: visible tokens including oneself, null is all."""
+    """Sliding windows, repeated over layers: visible tokens, the query's own included; null is all."""
     attention_scale: float | None = Field(None, gt=0)
-    """Scores are multiplied by this; null is 1 / sqrt(width of a head)."""
+    """Factor on attention scores; null is 1 / sqrt(width of a head)."""
     attention_sinks: bool = False
-    """A learned score a head that takes part in the softmax and adds nothing (gpt-oss)."""
+    """One learned score per head that enters the denominator of the softmax only (gpt-oss)."""
     attention_softcap: float | None = Field(None, gt=0)
     """Scores become cap * tanh(scores / cap) (Gemma 2)."""
     logit_softcap: float | None = Field(None, gt=0)
     """Logits become cap * tanh(logits / cap) (Gemma 2)."""
     moe: MoeConfig = MoeConfig()
-    """Mixture of experts, read when moe.experts is not 0."""
+    """Mixture of experts, used if moe.experts is not 0."""
     mla: MlaConfig = MlaConfig()
-    """Latent attention, read when mla.kv_rank is not 0."""
+    """Latent attention, used if mla.kv_rank is not 0."""
     mtp: int = Field(0, ge=0)
-    """Further tokens that extra blocks predict in training (multi-token prediction, DeepSeek-V3)."""
+    """Multi-token prediction: extra blocks, one per additional token predicted in training (DeepSeek-V3)."""
     mtp_weight: float = Field(0.3, ge=0)
-    """Strength of their mean loss."""
+    """Weight of the mean loss of multi-token prediction."""
     init_std: float = Field(0.02, gt=0)
-    """Standard deviation of the weights at birth; output projections are divided by sqrt(2 n_layers)."""
+    """Standard deviation of initial weights; of output projections, divided by sqrt(2 n_layers)."""
 
     @property
     def kv_heads(self) -> int:
-        """Key/value heads with the default filled in."""
+        """Number of key/value heads, the default applied."""
         return self.n_kv_heads or self.n_heads
 
     @property
     def width_of_head(self) -> int:
-        """Head width with the default filled in."""
+        """Width of a head, the default applied."""
         return self.head_dim or self.d_model // self.n_heads
 
     @model_validator(mode="after")

@@ -21,7 +21,7 @@ class Registry[T]:
     def register(self, name: str) -> Callable[[T], T]:
         """A decorator that registers a value under `name`; raises ConfigError where the name is taken."""
         if name in self._values:
-            raise ConfigError(f"{self.setting} {name!r} is registered already: choose another name")
+            raise ConfigError(f"{self.setting} {name!r} is already registered: choose another name")
 
         def add(value: T) -> T:
             self._values[name] = value

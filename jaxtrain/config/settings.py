@@ -1,7 +1,7 @@
 """Every setting of a run: typed, documented in one line, validated.
 
-A run is one `RunConfig`, made of sections. Each section is frozen and refuses unknown keys.
-Checks that need one section live on it; checks that need several live in `RunConfig`.
+A run is one `RunConfig`, made of sections. Each section is frozen and refuses unknown keys. A check of one section is
+a validator of that section; a check across sections is a validator of `RunConfig`.
 """
 
 from __future__ import annotations
@@ -20,120 +20,120 @@ Axes = Axis | list[Axis] | None
 
 
 class MeshConfig(Section):
-    """Sizes of the five mesh axes; one of them may be -1 and takes the devices that are left."""
+    """Sizes of the five mesh axes; one of them may be -1, which takes the remaining devices."""
 
     data: int = -1
-    """Replicas, or FSDP shards: each reads other samples."""
+    """Data parallelism: replicas or FSDP shards, each with its own part of the global batch."""
     pipe: int = 1
     """Pipeline stages."""
     tensor: int = 1
-    """Tensor parallelism inside a block."""
+    """Tensor parallelism: heads, feed-forward width and vocabulary are sharded."""
     seq: int = 1
-    """Context parallelism: the sequence split through attention."""
+    """Context parallelism: positions of a sequence are sharded, also inside attention."""
     expert: int = 1
-    """Expert parallelism; outside expert layers it carries batch."""
+    """Expert parallelism; outside expert layers this axis shards the batch."""
     allow_cross_domain: list[Literal["tensor", "expert"]] = []
-    """Axes whose groups may leave a fast domain on purpose."""
+    """Axes whose groups may span fast domains on purpose."""
 
     @property
     def sizes(self) -> dict[Axis, int]:
-        """Axis name -> configured size, in mesh order; -1 is not resolved."""
+        """Axis name -> configured size, in mesh order; -1 stays -1."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @model_validator(mode="after")
     def _sizes_are_legal(self) -> MeshConfig:
         for axis, size in self.sizes.items():
             if size == 0 or size < -1:
-                raise ValueError(f"mesh.{axis} is {size}: use a positive size, or -1 for the devices that are left")
+                raise ValueError(f"mesh.{axis} is {size}: use a positive size, or -1 for the remaining devices")
         free = [axis for axis, size in self.sizes.items() if size == -1]
         if len(free) > 1:
-            raise ValueError(f"mesh.{' and mesh.'.join(free)} are both -1: only one axis can take what is left")
+            raise ValueError(f"mesh.{' and mesh.'.join(free)} are both -1: give all but one a size")
         return self
 
 
 class ClusterConfig(Section):
-    """The machine: how many devices a node has and which of them share the fast links."""
+    """The hardware: devices of a node, fast domains, bandwidths, memory."""
 
     name: str = "local"
-    """Name in tables."""
+    """Name printed in tables."""
     nodes: PositiveInt | None = None
-    """Nodes of a described cluster; null is what this process finds."""
+    """Nodes of a described cluster; null is the devices that jax finds."""
     devices_per_node: PositiveInt | None = None
-    """Devices of a node of a described cluster."""
+    """Devices of one node of a described cluster."""
     domain_size: PositiveInt | None = None
-    """Devices joined by the fast links; null is a node."""
+    """Devices of a fast domain (NVLink, ICI); null is one node."""
     device: str | None = None
-    """Accelerator's name, for peak FLOP/s and memory."""
+    """Name of the accelerator, from which peak FLOP/s and memory follow."""
     memory_gb: float | None = Field(None, gt=0)
     """Memory of a device in GB (10^9 bytes)."""
     domain_gb_per_s: float | None = Field(None, gt=0)
-    """Fast links: GB/s that one device sends into its domain (one direction)."""
+    """Bandwidth of the fast links, in GB/s that one device sends (one direction)."""
     network_gb_per_s: float | None = Field(None, gt=0)
-    """Network between domains: GB/s that one device sends (one direction)."""
+    """Bandwidth of the network between domains, in GB/s that one device sends (one direction)."""
     target: str | None = None
-    """File with the GPU compiler's GpuTargetConfig text, for a card that jaxtrain does not know."""
+    """File with the GpuTargetConfig text of the GPU compiler, for a card that jaxtrain does not know."""
 
 
 class RulesConfig(Section):
-    """Logical dimension names -> mesh axes: presets in order, then single entries set here."""
+    """Sharding rules, logical dimension name -> mesh axes: presets in order, then the entries set here."""
 
     preset: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = ["ddp"]
     """Named tables, later ones win: see jaxtrain.mesh.rules.PRESETS."""
     batch: Axes = None
-    """Activations: sequences of the batch."""
+    """Activations: sequences of a batch."""
     seq_len: Axes = None
     """Activations: positions inside attention and feed-forward layers."""
     residual_seq: Axes = None
-    """Activations: positions in the residual stream and norms; [seq, tensor] is Megatron sequence parallelism."""
+    """Activations: positions in the residual stream and norms; [seq, tensor] is Megatron's sequence parallelism."""
     hidden: Axes = None
     """Activations: width of the residual stream."""
     embed: Axes = None
     """Parameters: the d_model dimension of weight matrices; data is ZeRO-3/FSDP."""
     norm: Axes = None
-    """Parameters: scales and biases as wide as the model."""
+    """Parameters: scales and biases of length d_model."""
     heads: Axes = None
     """Query heads."""
     kv_heads: Axes = None
-    """Key/value heads; replicated when the axis is larger."""
+    """Key/value heads; replicated where the axis is larger than their number."""
     head_dim: Axes = None
     """Width of one head."""
     mlp: Axes = None
     """Width of the feed-forward layer."""
     vocab: Axes = None
-    """Vocabulary rows of embedding and head."""
+    """Vocabulary dimension of embedding and head."""
     positions: Axes = None
-    """Rows of learned positions."""
+    """Position dimension of learned positions."""
     layers: Axes = None
-    """Stacked layers; pipe cuts them into stages."""
+    """Stacked layers; pipe splits them into stages."""
     experts: Axes = None
     """Experts of a mixture."""
     optimizer: Axes = None
-    """Extra axes over which optimizer state (and separate master weights) is sharded: data is ZeRO-1."""
+    """Extra axes that shard optimizer state and separate master parameters: data is ZeRO-1."""
     gradients: Axes = None
-    """Extra axes over which reduced gradients are sharded: data, with optimizer, is ZeRO-2."""
+    """Extra axes that shard reduced gradients: data, with optimizer: data, is ZeRO-2."""
     replicated_limit: PositiveInt = 1_000_000
-    """Parameters of more elements than this left whole on a sharding mesh are an error under a sharding preset."""
+    """Largest number of elements of a parameter that a sharding preset may leave replicated."""
     allow: list[str] = []
-    """Findings accepted on purpose, as 'kind:parameter-or-name' globs; the error prints the entry to add."""
+    """Findings that are accepted, as 'kind:parameter-or-name' globs; the error message prints the entry to add."""
 
 
 class TrainConfig(Section):
     """The run's length and its batch."""
 
     steps: PositiveInt = 100
-    """Optimizer updates."""
+    """Optimizer steps of the run."""
     global_batch: PositiveInt = 16
-    """Sequences an update, over all replicas and microbatches."""
+    """Sequences per optimizer step, over all replicas and microbatches."""
     microbatch: PositiveInt | None = None
-    """Sequences a replica computes at once; null follows from the others."""
+    """Sequences of one microbatch on one replica; null: follows from the other two."""
     accumulation: PositiveInt | None = None
-    """Microbatches an update; null follows from the others, both null is 1."""
+    """Microbatches per optimizer step; null: follows from the other two; both null: 1."""
     seed: int = Field(0, ge=0)
     """Seed of initialisation and data order."""
     z_loss: float = Field(0.0, ge=0)
-    """Adds this times the mean square of logsumexp of the logits, which keeps them from drifting (PaLM); 0 is none."""
+    """Weight of the z-loss, the mean square of logsumexp of the logits (PaLM); 0 is none."""
     sample_prompt: str = "def "
-    """Prompt of the sample generated at the end; empty for none."""
+    """Prompt of the sample generated at the end of the run; empty for none."""
     sample_tokens: PositiveInt = 96
     """Tokens of that sample."""
     sample_temperature: float = Field(0.7, ge=0)
@@ -141,42 +141,42 @@ class TrainConfig(Section):
 
 
 class AttentionConfig(Section):
-    """How attention is computed; what it computes stands in model."""
+    """How attention is computed; the model section says what is computed."""
 
     backend: Literal["auto", "dense", "xla", "tokamax", "cudnn"] = "auto"
-    """Kernel; auto takes the fastest that can do what the model asks on the devices at hand, and says why."""
+    """Kernel; auto chooses the fastest one that supports the model on the devices, and logs the reason."""
     context_parallel: Literal["ring", "all_gather", "ulysses"] = "ring"
-    """How attention crosses the seq axis: keys travel, keys are gathered, or heads are exchanged for positions."""
+    """Method of context parallelism: keys passed around a ring, keys gathered, or heads exchanged for positions."""
 
 
 class PipelineConfig(Section):
-    """How microbatches flow through the stages of the pipe axis."""
+    """Pipeline parallelism over the pipe axis."""
 
     schedule: str = "1f1b"
-    """gpipe, 1f1b, interleaved, zero_bubble, or a CSV file with a schedule of one's own."""
+    """gpipe, 1f1b, interleaved, zero_bubble, or a CSV file with another schedule."""
     microbatches: PositiveInt | None = None
-    """Microbatches an update; null is train.accumulation."""
+    """Microbatches per optimizer step; null is train.accumulation."""
     chunks: PositiveInt | None = None
-    """Runs of layers that a stage holds; null is 2 for interleaved, else 1."""
+    """Chunks of consecutive layers per stage; null is 2 for interleaved, else 1."""
     stages: Literal["auto"] | list[PositiveInt] = "auto"
-    """Layers of each stage (of each chunk in order); auto balances them by cost, embedding and head counted."""
+    """Layers of each stage (of each chunk in order); auto balances cost, embedding and head included."""
 
 
 class PrecisionConfig(Section):
-    """Which dtype computes, which sums."""
+    """Dtypes of computation and of reductions; dynamic loss scale of float16."""
 
     compute: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Matmul inputs and activations; master weights and accumulation stay float32."""
+    """Dtype of matmul inputs and activations; master parameters and accumulation stay float32."""
     reduce: Literal["float32", "bfloat16"] = "float32"
-    """Gradients on the wire between replicas."""
+    """Dtype of gradients when they are reduced between replicas."""
     scale_init: float = Field(2.0**15, gt=0)
     """float16: first loss scale."""
     scale_growth_every: PositiveInt = 2000
-    """float16: finite updates before the scale doubles."""
+    """float16: consecutive finite steps before the loss scale doubles."""
     scale_max: float = Field(2.0**24, gt=0)
     """float16: largest loss scale."""
     max_skipped: PositiveInt = 50
-    """Consecutive skipped updates that end the run with an error."""
+    """Consecutive skipped steps after which the run ends with an error."""
 
     @model_validator(mode="after")
     def _scale_fits(self) -> PrecisionConfig:
@@ -189,45 +189,45 @@ class PrecisionConfig(Section):
 
 
 class RematConfig(Section):
-    """What the backward pass recomputes instead of keeping."""
+    """Rematerialisation: activations that the backward pass recomputes."""
 
     policy: Literal["none", "full", "offload", "dots", "names"] = "none"
-    """none keeps all, full block inputs, offload those in host memory, dots matmul outputs, names `names`."""
+    """Saved: none all, full block inputs, offload block inputs in host memory, dots matmul outputs, names `names`."""
     names: list[str] = []
-    """Values kept under policy names: see jaxtrain.numerics.remat.NAMES."""
+    """Values saved under policy names: see jaxtrain.numerics.remat.NAMES."""
     every: PositiveInt = 1
-    """Blocks of one checkpointed segment; must divide n_layers."""
+    """Blocks per checkpointed segment; must divide model.n_layers."""
 
 
 class OptimizerConfig(Section):
-    """Update rule and its schedule."""
+    """Optimizer and learning-rate schedule."""
 
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
-    """Update rule."""
+    """Optimizer."""
     learning_rate: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """First moment's decay (momentum for lion and muon); adafactor keeps no first moment."""
+    """Decay of the first moment (momentum for lion and muon); adafactor has none."""
     beta2: float = Field(0.95, ge=0, lt=1)
-    """Second moment's decay; adafactor has its own, 1 - t^-0.8."""
+    """Decay of the second moment; adafactor uses 1 - t^-0.8 instead."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the root of the second moment (adamw, muon's AdamW part)."""
+    """Added to the root of the second moment (adamw, and the AdamW part of muon)."""
     weight_decay: float = Field(0.1, ge=0)
-    """Decoupled decay of parameters with two or more dimensions (stacking not counted)."""
+    """Decoupled weight decay of parameters with two or more dimensions (the layer dimension not counted)."""
     clip_norm: float | None = Field(1.0, gt=0)
-    """Largest global gradient norm; null does not clip."""
+    """Gradients are clipped to this global norm; null: not clipped."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after warm-up; wsd holds, then falls over `decay`."""
+    """Shape after warm-up; wsd is constant, then falls during the last `decay` units."""
     unit: Literal["steps", "tokens"] = "steps"
-    """What warmup, decay and total count: updates or scored tokens."""
+    """Unit of warmup, decay and total: optimizer steps or scored tokens."""
     warmup: int = Field(0, ge=0)
     """Units of linear warm-up."""
     decay: int = Field(0, ge=0)
-    """wsd: units of the final fall."""
+    """wsd: units of the final decay."""
     total: PositiveInt | None = None
-    """Units until the schedule's end; null is train.steps, required with tokens."""
+    """Units until the end of the schedule; null is train.steps; required if unit is tokens."""
     final_ratio: float = Field(0.1, ge=0, le=1)
-    """Learning rate at the end, as a share of the peak."""
+    """Final learning rate, as a fraction of the peak."""
 
     @model_validator(mode="after")
     def _schedule_is_whole(self) -> OptimizerConfig:
@@ -235,7 +235,7 @@ class OptimizerConfig(Section):
             raise ValueError("optimizer.unit is tokens: set optimizer.total, the scored tokens until the schedule ends")
         if self.schedule == "wsd" and self.decay == 0:
             raise ValueError(
-                "optimizer.schedule is wsd and optimizer.decay is 0: set optimizer.decay, the units of the final fall, "
+                "optimizer.schedule is wsd and optimizer.decay is 0: set optimizer.decay, units of the final decay, "
                 "or use optimizer.schedule constant"
             )
         return self
@@ -245,35 +245,35 @@ class CheckpointConfig(Section):
     """Saving and restoring."""
 
     every: PositiveInt = 50
-    """Updates between checkpoints; the last update is always saved."""
+    """Steps between checkpoints; the last step is always saved."""
     keep: PositiveInt = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints that are kept."""
     asynchronous: bool = True
-    """Write while training goes on."""
+    """Write checkpoints in the background while training continues."""
 
 
 class EvalConfig(Section):
     """Loss on held-out documents."""
 
     every: PositiveInt | None = 50
-    """Updates between evaluations, also before the first and after the last; null for none."""
+    """Steps between evaluations; also before the first step and after the last; null for none."""
     batches: PositiveInt = 8
-    """Global batches of one evaluation."""
+    """Global batches per evaluation."""
 
 
 class ObserveConfig(Section):
-    """Where metrics go."""
+    """Outputs of metrics."""
 
     tensorboard: bool = True
     """Write TensorBoard event files to RUN/tensorboard."""
     wandb_project: str | None = None
     """Weights & Biases project; needs the wandb package."""
     progress: bool = True
-    """Progress bar on a terminal."""
+    """Show a progress bar on a terminal."""
 
 
 class RunConfig(Section):
-    """One run."""
+    """All settings of a run."""
 
     model: ModelConfig = ModelConfig()
     mesh: MeshConfig = MeshConfig()
@@ -290,7 +290,7 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     observe: ObserveConfig = ObserveConfig()
     xla: dict[str, bool | int | float | str] = {}
-    """XLA compiler options of the train step alone, as xla_name: value; checked before use."""
+    """XLA compiler options of the train step only, as xla_name: value; checked before use."""
 
     @field_validator("xla", mode="before")
     @classmethod
@@ -307,13 +307,13 @@ class RunConfig(Section):
             if model.positions == "learned" and length > model.max_seq_len:
                 raise ValueError(
                     f"{name} {length} exceeds model.max_seq_len {model.max_seq_len}, "
-                    f"the rows of learned positions: shorten {name} or enlarge model.max_seq_len"
+                    f"the number of learned positions: shorten {name} or enlarge model.max_seq_len"
                 )
         if tokenizer.path is None and tokenizer.vocab_size > model.vocab_size:
             raise ValueError(
                 f"data.tokenizer.vocab_size {tokenizer.vocab_size} exceeds model.vocab_size {model.vocab_size}: "
-                "token ids would lie beyond the embedding table"
+                "lower the first or raise the second, the embedding needs an entry for each token"
             )
         if model.n_layers % self.remat.every:
-            raise ValueError(f"remat.every {self.remat.every} does not divide model.n_layers {model.n_layers}")
+            raise ValueError(f"remat.every {self.remat.every} does not divide model.n_layers {model.n_layers}: use 1")
         return self

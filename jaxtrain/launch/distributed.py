@@ -20,7 +20,7 @@ from jaxtrain.config import ConfigError
 from jaxtrain.launch.process import ProcessInfo, explicit_process, scheduled_process, split_address
 
 FAILED = 13
-"""Exit status of a process of several that ended by an exception which is no ConfigError."""
+"""Exit status of one of several processes that ended by an exception other than ConfigError."""
 
 
 def join(
@@ -29,59 +29,60 @@ def join(
     process_id: int | None = None,
     timeout: float = 300.0,
 ) -> None:
-    """Join this process to its job before jax computes anything; a single process does nothing.
+    """Join this process to its job, before the first computation of jax; does nothing for a single process.
 
-    Explicit arguments win, then Open MPI's variables, then Slurm's. Raises ConfigError for arguments that are missing
-    or impossible and when the coordinator (process 0) cannot be reached or cannot listen; when processes stay away
-    until `timeout` seconds have passed, a like message is printed and the process exits with status 2.
+    Arguments come first, then the variables of Open MPI, then those of Slurm. Raises ConfigError for missing or
+    impossible arguments, and if the coordinator (process 0) cannot be reached or cannot listen. If a process is still
+    missing after `timeout` seconds, the message is printed and this process exits with status 2.
     """
-    place = explicit_process(coordinator, processes, process_id) or scheduled_process(os.environ)
-    if place is None:
+    process = explicit_process(coordinator, processes, process_id) or scheduled_process(os.environ)
+    if process is None:
         return
     deadline = time.monotonic() + timeout
-    if place.coordinator is not None:
-        host, port = split_address(place.coordinator)
-        if place.process_id == 0:
+    if process.coordinator is not None:
+        host, port = split_address(process.coordinator)
+        if process.process_id == 0:
             _check_free(host, port)
         else:
             _wait_for_listener(host, port, deadline)
-    with _exit_at(deadline, _missing_processes(place, timeout)):
-        _initialize(place, timeout)
+    with _exit_at(deadline, _missing_processes(process, timeout)):
+        _initialize(process, timeout)
 
 
 def under_scheduler() -> bool:
-    """Whether Open MPI's or Slurm's variables say that this process is one of several."""
+    """Whether Open MPI or Slurm started this process as one of several."""
     return scheduled_process(os.environ) is not None
 
 
 def barrier(key: str, timeout: float = 300.0) -> None:
-    """Wait until every process is here, on the coordination service; one process does not wait.
+    """Wait until every process has reached this barrier; a single process does not wait.
 
-    A collective would not do: the CPU's device groups give up 30 s after their first use. Every process must pass its
-    barriers in the same order. Raises jax.errors.JaxRuntimeError when `timeout` seconds have passed.
+    The coordination service does this and not a collective, since collectives on CPU time out 30 s after their first
+    use. Every process must reach its barriers in the same order. Raises jax.errors.JaxRuntimeError after `timeout`
+    seconds.
     """
     import orbax.checkpoint as ocp
 
-    # The service refuses a key that it has seen.
-    fresh = f"jaxtrain/{key}/{next(_passed[key])}"
-    ocp.multihost.get_barrier_sync_fn()(key=fresh, timeout_ms=int(timeout * 1000))
+    # The service refuses a key that was used before.
+    unique = f"jaxtrain/{key}/{next(_barrier_counts[key])}"
+    ocp.multihost.get_barrier_sync_fn()(key=unique, timeout_ms=int(timeout * 1000))
 
 
-_passed: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+_barrier_counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def guard(main: Callable[[], int]) -> int:
-    """Run `main`; when one of several processes fails, print why and leave at once, with status 2 for a ConfigError.
+    """Run `main`. If it fails in one of several processes, print why and exit at once, with status 2 for a ConfigError.
 
-    Leaving by an exception would wait in jax' exit barrier for processes that wait for this one. A single process
-    raises as usual.
+    An exception would make the process wait in the exit barrier of jax for processes that wait for this one. A single
+    process raises as usual.
     """
     try:
         status = main()
     except BaseException as error:
         if not jax.distributed.is_initialized():
             raise
-        status = _report(error)
+        status = _print_error(error)
     if not status or not jax.distributed.is_initialized():
         return status
     sys.stdout.flush()
@@ -90,24 +91,24 @@ def guard(main: Callable[[], int]) -> int:
     os._exit(status)
 
 
-def _initialize(place: ProcessInfo, timeout: float) -> None:
+def _initialize(process: ProcessInfo, timeout: float) -> None:
     bind = None
-    if place.coordinator is not None and _is_loopback(split_address(place.coordinator)[0]):
-        bind = place.coordinator
-    keep_env = place.local_devices is None or "JAX_LOCAL_DEVICE_IDS" in os.environ
+    if process.coordinator is not None and _is_loopback(split_address(process.coordinator)[0]):
+        bind = process.coordinator
+    keep_env = process.local_devices is None or "JAX_LOCAL_DEVICE_IDS" in os.environ
     try:
         jax.distributed.initialize(
-            coordinator_address=place.coordinator,
-            num_processes=place.processes,
-            process_id=place.process_id,
-            local_device_ids=None if keep_env else place.local_devices,
-            cluster_detection_method="deactivate" if place.coordinator else place.found_by,
-            # jax aborts the process at its own timeout: ours, with a message, comes first.
+            coordinator_address=process.coordinator,
+            num_processes=process.processes,
+            process_id=process.process_id,
+            local_device_ids=None if keep_env else process.local_devices,
+            cluster_detection_method="deactivate" if process.coordinator else process.found_by,
+            # At its timeout jax aborts the process: ours is earlier and prints a message.
             initialization_timeout=int(timeout) + 60,
             coordinator_bind_address=bind,
         )
     except (ValueError, RuntimeError) as error:
-        if place.coordinator is not None:
+        if process.coordinator is not None:
             raise
         raise ConfigError(
             f"Open MPI started this process, but jax cannot join it ({error}): "
@@ -116,7 +117,7 @@ def _initialize(place: ProcessInfo, timeout: float) -> None:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raise ConfigError where process 0 cannot listen; jax would crash there without a word."""
+    """Raise ConfigError if process 0 cannot listen; jax would crash without a message."""
     address = (host, port) if _is_loopback(host) else ("", port)
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -145,18 +146,18 @@ def _wait_for_listener(host: str, port: int, deadline: float) -> None:
         time.sleep(0.1)
 
 
-def _missing_processes(place: ProcessInfo, timeout: float) -> str:
-    where = place.coordinator or "the coordinator that Open MPI names"
+def _missing_processes(process: ProcessInfo, timeout: float) -> str:
+    where = process.coordinator or "the coordinator that Open MPI names"
     return (
-        f"jaxtrain: process {place.process_id} waited {timeout:.0f} s at {where} for all {place.processes} processes "
-        "of the job: check that each was started, with the same --coordinator and --processes and a --process-id "
-        "of its own, and that no firewall closes the port"
+        f"jaxtrain: process {process.process_id} waited {timeout:.0f} s at {where} for all {process.processes} "
+        "processes of the job: check that each was started, with the same --coordinator and --processes and a "
+        "different --process-id, and that no firewall closes the port"
     )
 
 
 @contextmanager
 def _exit_at(deadline: float, message: str) -> Iterator[None]:
-    """Print and exit with status 2 if the body is not over by then: it waits in native code, out of Python's reach."""
+    """Print and exit with status 2 if the body has not ended by then: Python cannot interrupt waits in native code."""
 
     def leave() -> None:
         print(message, file=sys.stderr, flush=True)
@@ -175,8 +176,8 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
-def _report(error: BaseException) -> int:
-    """Say on stderr why a process ends; its exit status."""
+def _print_error(error: BaseException) -> int:
+    """Print on stderr why a process ends; returns its exit status."""
     if isinstance(error, ConfigError):
         print(f"jaxtrain: {error}", file=sys.stderr)
         return 2

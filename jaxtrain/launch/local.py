@@ -1,4 +1,4 @@
-"""Several processes of one job on this machine."""
+"""Starting several processes of one job on this machine."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from jaxtrain.config import ConfigError
 from jaxtrain.launch.process import visible_gpus
 
 GRACE_S = 5.0
-"""Seconds that the others are left when one process has failed: what they hold cannot be saved without it."""
+"""Seconds that other processes get after one has failed; they cannot save a checkpoint without it."""
 SIGNAL_GRACE_S = 120.0
-"""Seconds for processes to save and end after a signal to the launcher; a second signal ends them at once."""
+"""Seconds that processes get to save and exit after a signal to the launcher; a second signal kills them at once."""
 POLL_S = 0.05
 
 
 class _Worker:
-    """One started process; a thread of its own passes its output on."""
+    """One started process, and a thread that forwards its output."""
 
     def __init__(self, number: int, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.number = number
         self.status: int | None = None
         self.tail: deque[str] = deque(maxlen=20)
-        # Its own session: a signal reaches its helpers too, and Ctrl-C reaches it once, from the launcher.
+        # A new session: a signal to the group reaches its children, and Ctrl-C reaches it only through the launcher.
         self.process = subprocess.Popen(
             [*_tied(), *command], env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-        self.reader = threading.Thread(target=self._pass_on, daemon=True)
+        self.reader = threading.Thread(target=self._forward_output, daemon=True)
 
     def poll(self) -> int | None:
-        """Exit status as a shell shows it (128 + signal), None while it runs; kills what an ended one left behind."""
+        """Exit status as in a shell (128 + signal), None while it runs; kills children that an ended process left."""
         if self.status is None and (code := self.process.poll()) is not None:
             self.status = 128 - code if code < 0 else code
             self._signal_group(signal.SIGKILL)
         return self.status
 
     def send(self, signum: int) -> None:
-        """Signal the process and its children, if it still runs."""
+        """Signal the process and its children if it still runs."""
         if self.poll() is None:
             self._signal_group(signum)
 
@@ -54,13 +54,13 @@ class _Worker:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signum)
 
-    def _pass_on(self) -> None:
+    def _forward_output(self) -> None:
         assert self.process.stdout is not None
         prefix = f"[{self.number}] " if self.number else ""
         for line in self.process.stdout:
             text = line.decode(errors="replace").rstrip("\n")
             self.tail.append(text)
-            # Line and end in one write: process 0 writes to the same place.
+            # One write per line, so that lines of different processes are not mixed.
             sys.stdout.write(f"{prefix}{text}\n")
             sys.stdout.flush()
 
@@ -68,11 +68,12 @@ class _Worker:
 def launch(
     command: Sequence[str], processes: int, devices_per_process: int | None = None, grace: float = GRACE_S
 ) -> int:
-    """Run `command --coordinator 127.0.0.1:PORT --processes N --process-id i` N times; 0, or the first failure's.
+    """Run `command --coordinator 127.0.0.1:PORT --processes N --process-id i` N times; 0, or the first failed status.
 
-    Lines of process 0 are passed on as they are, the others' behind "[i] ". When a process fails, the rest are ended
-    (SIGTERM, SIGKILL after `grace` seconds); SIGINT and SIGTERM are passed on; none survives the launcher, even killed.
-    Each process has `devices_per_process` CPU devices, or GPUs of its own. Raises ConfigError for impossible numbers.
+    Lines of process 0 are printed as they are, lines of process i after "[i] ". When a process fails, the others get
+    SIGTERM, and SIGKILL after `grace` seconds. SIGINT and SIGTERM are forwarded. No process outlives the launcher, even
+    if that is killed. Each process gets `devices_per_process` CPU devices, or as many GPUs. Raises ConfigError for
+    impossible numbers.
     """
     environments = [dict(env) for env in worker_environments(processes, devices_per_process, os.environ)]
     address = f"127.0.0.1:{free_port()}"
@@ -93,12 +94,12 @@ def launch(
 
 
 def worker_environments(processes: int, devices: int | None, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Environment of each process: CPU devices, and a slice of the GPUs where this machine has some.
+    """Environment of each process: its number of CPU devices, and its GPUs if this machine has some.
 
-    Raises ConfigError when the GPUs do not suffice.
+    Raises ConfigError if there are too few GPUs.
     """
     if processes < 1 or (devices is not None and devices < 1):
-        raise ConfigError(f"--processes {processes} --devices-per-process {devices}: both must be positive")
+        raise ConfigError(f"--processes {processes} --devices-per-process {devices}: use positive numbers")
     gpus = 0 if env.get("JAX_PLATFORMS") == "cpu" else visible_gpus(env)
     each = devices or gpus // processes
     if gpus and (each == 0 or each * processes > gpus):
@@ -109,23 +110,23 @@ def worker_environments(processes: int, devices: int | None, env: Mapping[str, s
     names = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
     width = shutil.get_terminal_size().columns - len("[0] ")
     for i in range(processes):
-        own = {"PYTHONUNBUFFERED": "1", "COLUMNS": str(width)}
+        added = {"PYTHONUNBUFFERED": "1", "COLUMNS": str(width)}
         if devices is not None:
-            own["JAX_NUM_CPU_DEVICES"] = str(devices)
+            added["JAX_NUM_CPU_DEVICES"] = str(devices)
         if gpus:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(names[i * each : (i + 1) * each])
-        yield {**env, **own}
+            added["CUDA_VISIBLE_DEVICES"] = ",".join(names[i * each : (i + 1) * each])
+        yield {**env, **added}
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on at this moment."""
+    """A TCP port on which nothing listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _wait(workers: Sequence[_Worker], grace: float, interrupted: Callable[[], float | None]) -> int:
-    """Wait for all; the first failure ends the rest."""
+    """Wait for all workers; the first failure ends the others."""
     failed: _Worker | None = None
     deadline: float | None = None
     # A list, not a generator: every worker is polled.
@@ -163,7 +164,7 @@ def _explain(worker: _Worker, processes: int) -> None:
 
 @contextmanager
 def _signals_to(workers: Sequence[_Worker]) -> Iterator[Callable[[], float | None]]:
-    """Pass SIGINT and SIGTERM on; yields when the workers must be gone after one, None without (main thread only)."""
+    """Forward SIGINT and SIGTERM (main thread only); yields a function: the deadline after a signal, None before."""
     deadline: float | None = None
 
     def forward(signum: int, _: object) -> None:
@@ -181,8 +182,8 @@ def _signals_to(workers: Sequence[_Worker]) -> Iterator[Callable[[], float | Non
             signal.signal(signum, handler)
 
 
-# Becomes the command (exec) after asking the kernel for SIGKILL (9) when the parent dies (PR_SET_PDEATHSIG, 1).
-# A program of its own does this and not code between fork and exec, where a multi-threaded parent may deadlock.
+# Asks the kernel for SIGKILL (9) when the parent dies (PR_SET_PDEATHSIG, 1), then becomes the command by exec.
+# A separate program does this, since code between fork and exec may deadlock in a multi-threaded parent.
 _TIE = (
     "import ctypes, os, sys\n"
     "ctypes.CDLL(None).prctl(1, 9)\n"
@@ -192,5 +193,5 @@ _TIE = (
 
 
 def _tied() -> list[str]:
-    """For Linux: words before a command that tie its life to the launcher's, however that ends."""
+    """Arguments before a command that end it with the launcher, however that ends (Linux only)."""
     return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid())] if sys.platform == "linux" else []

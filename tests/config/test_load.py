@@ -23,7 +23,7 @@ def test_every_shipped_file_loads_and_survives_a_round_trip(name: str) -> None:
     assert resolve_rules(again.rules) == resolve_rules(config.rules)
 
 
-def test_bases_lie_below_and_overrides_above(tmp_path: Path) -> None:
+def test_files_win_over_their_bases_and_overrides_over_files(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("model: {d_model: 64, n_heads: 2}\ntrain: {updates: 5}\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\ntrain: {global_batch: 2}\nmodel: {n_heads: 4}\n")
     config = load_config(tmp_path / "b.yaml", ["train.steps=7", "optimizer.learning_rate=3e-4", "rules.mlp=null"])
@@ -36,7 +36,7 @@ def test_bases_lie_below_and_overrides_above(tmp_path: Path) -> None:
 def test_a_circle_of_bases_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base: b.yaml\n")
     (tmp_path / "b.yaml").write_text("base: a.yaml\n")
-    with pytest.raises(ConfigError, match=r"circle: a.yaml -> b.yaml"):
+    with pytest.raises(ConfigError, match=r"circle, break it: a.yaml -> b.yaml"):
         load_config(tmp_path / "a.yaml")
 
 
@@ -58,7 +58,7 @@ def test_a_circle_of_bases_is_named(tmp_path: Path) -> None:
         ({"optimizer": {"unit": "tokens"}}, "set optimizer.total"),
     ],
 )
-def test_messages_name_setting_value_and_mend(tree: dict[str, Any], words: str) -> None:
+def test_messages_name_setting_value_and_fix(tree: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         validate(tree)
     assert words in str(error.value)

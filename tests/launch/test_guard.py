@@ -1,4 +1,4 @@
-"""One process: joining, waiting and guarding do nothing of their own."""
+"""In a single process join and barrier do nothing, and guard passes results and errors on."""
 
 import pytest
 

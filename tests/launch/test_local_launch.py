@@ -1,4 +1,4 @@
-"""Real processes on this machine: they join, compute together, fail and end together."""
+"""Real processes on this machine: joining, collectives, failures, signals."""
 
 import os
 import signal
@@ -71,7 +71,7 @@ def test_two_processes_of_two_devices_sum_over_four(worker, capfd):
     assert "[1] rank 1: sum 10 over 4, 2 here" in lines
 
 
-def test_a_crash_ends_the_others_within_seconds(worker, capfd):
+def test_a_crash_ends_the_other_processes(worker, capfd):
     command = worker(
         COLLECTIVE
         + """
@@ -175,7 +175,7 @@ def test_no_process_survives_a_killed_launcher(worker):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on_and_work_is_finished(worker, signum):
+def test_signals_are_forwarded_and_processes_finish(worker, signum):
     command = worker(
         """
 import signal
@@ -238,15 +238,15 @@ def test_cpu_devices_and_gpu_slices():
     assert [env["CUDA_VISIBLE_DEVICES"] for env in gpu] == ["1,3", "5,7"]
     even = list(worker_environments(2, None, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}))
     assert [env["CUDA_VISIBLE_DEVICES"] for env in even] == ["0,1", "2,3"]
-    plain = list(worker_environments(1, None, {"CUDA_VISIBLE_DEVICES": "", "JAX_NUM_CPU_DEVICES": "8"}))
-    assert plain[0]["JAX_NUM_CPU_DEVICES"] == "8"
+    alone = list(worker_environments(1, None, {"CUDA_VISIBLE_DEVICES": "", "JAX_NUM_CPU_DEVICES": "8"}))
+    assert alone[0]["JAX_NUM_CPU_DEVICES"] == "8"
 
 
 @pytest.mark.parametrize(
     ("processes", "devices", "words"),
     [
-        (0, 1, "must be positive"),
-        (2, 0, "must be positive"),
+        (0, 1, "use positive numbers"),
+        (2, 0, "use positive numbers"),
         (2, 2, "needs 4, this machine shows 3"),
         (4, None, "shows 3"),
     ],

@@ -1,4 +1,4 @@
-"""Arguments, Open MPI's and Slurm's variables -> this process' place in the job; nothing is started."""
+"""The rank of a process from arguments and from the variables of Open MPI and Slurm; nothing is started."""
 
 import pytest
 
@@ -74,18 +74,18 @@ def test_first_host(nodes, first):
     assert first_host(nodes) == first
 
 
-def test_slurm_one_task_a_node():
+def test_slurm_one_task_per_node():
     assert scheduled_process(SRUN) == ProcessInfo(f"gnode10:{61440 + 200505 % 4096}", 4, 2, None, "slurm")
 
 
-def test_slurm_one_task_a_gpu():
+def test_slurm_one_task_per_gpu():
     env = SRUN | {"SLURM_STEP_NUM_TASKS": "32", "SLURM_STEP_TASKS_PER_NODE": "8(x4)", "SLURM_PROCID": "21",
                   "SLURM_LOCALID": "5"}  # fmt: skip
-    place = scheduled_process(env)
-    assert (place.processes, place.process_id, place.local_devices) == (32, 21, (5,))
+    process = scheduled_process(env)
+    assert (process.processes, process.process_id, process.local_devices) == (32, 21, (5,))
 
 
-def test_steps_of_a_job_have_their_own_port():
+def test_each_step_of_a_job_has_another_port():
     assert scheduled_process(SRUN).coordinator != scheduled_process(SRUN | {"SLURM_STEP_ID": "1"}).coordinator
 
 
