@@ -17,7 +17,7 @@ class SourceConfig(Section):
     text: str | None = None
     """Folder or file of UTF-8 text; every file is a document. 'stdlib' is Python's own source on this machine."""
     jsonl: str | None = None
-    """File, folder or glob of JSON lines, plain, .gz or .zst; local, or a URL such as gs://bucket/part-*.jsonl."""
+    """File, folder or glob of JSON lines, uncompressed, .gz or .zst; local, or a URL such as gs://bucket/part-*.jsonl."""
     parquet: str | None = None
     """File, folder or glob of Parquet files with a column of text or of token lists."""
     arrayrecord: str | None = None
@@ -33,21 +33,21 @@ class SourceConfig(Section):
     max_documents: PositiveInt | None = None
     """Use only so many documents, in order of path."""
     field: str | None = None
-    """JSON field or column that holds text or token ids; null is 'text'."""
+    """JSON field or column of text or token ids; null is 'text'."""
     prompt_field: str | None = None
     """Field of a prompt that is read but not scored; goes with response_field."""
     response_field: str | None = None
     """Field of the response to that prompt; its tokens and the closing one are scored."""
     messages_field: str | None = None
-    """Field of a chat: a list of {role, content}, laid out by template."""
+    """Field of a chat: a list of {role, content}, formatted by template."""
     template: dict[str, tuple[str, str]] = {}
     """Role -> text before and after its content; the turns of assistant, model and gpt are scored."""
     dtype: Literal["uint16", "int32", "uint32", "int64"] | None = None
-    """How token ids lie in a flat .bin (null is uint16) or in ArrayRecord; a tokens.json beside the files wins."""
+    """Type of token ids in a flat .bin (null is uint16) or in ArrayRecord; a tokens.json beside the files wins."""
     weight: float = Field(1.0, gt=0)
-    """Share of this source in the tokens of the mixture, relative to the other sources' weights."""
+    """Share of this source in the mixture's tokens, relative to the weights of the other sources."""
     epochs: float | None = Field(None, gt=0)
-    """Passes over this source at most; null repeats it as often as its weight asks."""
+    """Limit of passes over this source; null repeats it as often as its weight needs."""
 
     @property
     def kind(self) -> str:
@@ -69,11 +69,11 @@ class SourceConfig(Section):
             )
         if (self.prompt_field is None) != (self.response_field is None):
             raise ValueError("prompt_field and response_field of a source go together: set both or none")
-        ways = [name for name in ("field", "prompt_field", "messages_field") if getattr(self, name) is not None]
-        if len(ways) > 1:
-            raise ValueError(f"a source has {' and '.join(ways)}: a document is one of them, set only one")
-        if ways and self.kind in ("text", "tokens"):
-            raise ValueError(f"{ways[0]} means nothing for a source of {self.kind}: its documents have no fields")
+        fields = [name for name in ("field", "prompt_field", "messages_field") if getattr(self, name) is not None]
+        if len(fields) > 1:
+            raise ValueError(f"a source has {' and '.join(fields)}: a document is one of them, set only one")
+        if fields and self.kind in ("text", "tokens"):
+            raise ValueError(f"{fields[0]} means nothing for a source of {self.kind}: its documents have no fields")
         if bool(self.template) != (self.messages_field is not None):
             raise ValueError(
                 "messages_field and template of a source go together: set messages_field to the field of the chat and "
@@ -83,7 +83,7 @@ class SourceConfig(Section):
 
 
 class TokenizerConfig(Section):
-    """Which tokenizer, or how large a one to train."""
+    """A tokenizer file, or the size of one to train on the sources."""
 
     path: str | None = None
     """tokenizer.json or sentencepiece .model; null is the one beside token shards, or a byte-level BPE trained here."""
@@ -95,11 +95,11 @@ class PhaseConfig(Section):
     """One phase of a schedule of batch shapes."""
 
     start: int = Field(0, ge=0)
-    """Updates or tokens (data.schedule_unit) before it; 0 for the first, rising."""
+    """Steps or tokens (data.schedule_unit) before it; 0 for the first phase, increasing."""
     seq_len: PositiveInt | None = None
-    """Tokens of a packed row from then on; null is data.seq_len."""
+    """Tokens of a packed sequence from then on; null is data.seq_len."""
     global_batch: PositiveInt | None = None
-    """Sequences an update from then on; null is train.global_batch."""
+    """Sequences of a step from then on; null is train.global_batch."""
 
 
 class DataConfig(Section):
@@ -110,41 +110,42 @@ class DataConfig(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Tokenizer."""
     seq_len: PositiveInt = 256
-    """Tokens of a packed row."""
+    """Tokens of a packed sequence."""
     packing: Literal["first_fit", "best_fit", "concat", "none"] = "first_fit"
-    """How rows are filled: whole pieces where they fit, one run cut at row ends, or one piece a row."""
+    """How sequences are filled: whole pieces where they fit, pieces cut at sequence ends, or one piece each."""
     packing_bins: PositiveInt = 32
-    """Rows a shard keeps open for first-fit and best-fit."""
+    """Open sequences of a shard for first_fit and best_fit."""
     overlong: Literal["split", "drop"] = "split"
-    """Documents that are longer than a row (the longest of the schedule) are cut, or left out and counted."""
+    """Documents longer than a sequence (the longest of the schedule) are cut, or left out and counted."""
     schedule: list[PhaseConfig] = []
-    """Phases of other lengths and batches; evaluation keeps data.seq_len and train.global_batch."""
+    """Phases of other sequence lengths and batches; evaluation uses data.seq_len and train.global_batch."""
     schedule_unit: Literal["steps", "tokens"] = "steps"
-    """What the schedule's starts count; tokens are positions, padding counted."""
+    """Unit of the schedule's starts; tokens are positions, padding included."""
     virtual_shards: PositiveInt | None = None
     """Slices of the corpus, fixed for a run's life; null is the largest divisor of the global batch up to 64."""
     shuffle: bool = True
-    """Shuffle documents anew each epoch."""
+    """Shuffle the documents of each epoch."""
     held_out: float = Field(0.05, ge=0, lt=1)
-    """Share of documents, chosen by a hash of their name, kept for evaluation."""
+    """Share of documents held out for evaluation, chosen by a hash of their name."""
     cache: str = "~/.cache/jaxtrain"
-    """Where tokenized corpora and trained tokenizers are kept."""
+    """Folder of tokenized corpora and trained tokenizers."""
     on_bad_record: Literal["fail", "skip"] = "fail"
-    """A record that cannot be read ends the run, or is left out and counted."""
+    """An unreadable record ends the run, or is left out and counted."""
     allow_changed: bool = False
-    """Go on with a run whose corpus changed since it began; its data position is kept as numbers."""
+    """Resume a run whose corpus changed since it began; its data position keeps its numbers in the new order."""
 
     @property
     def seq_lens(self) -> list[tuple[str, int]]:
-        """Every row length of a run and the setting that names it."""
+        """Every sequence length of a run and the setting that names it."""
         phases = [(f"data.schedule[{i}].seq_len", phase.seq_len) for i, phase in enumerate(self.schedule)]
-        return [("data.seq_len", self.seq_len), *((name, length) for name, length in phases if length)]
+        return [("data.seq_len", self.seq_len), *((name, seq_len) for name, seq_len in phases if seq_len)]
 
     @model_validator(mode="after")
     def _schedule_rises(self) -> DataConfig:
         starts = [phase.start for phase in self.schedule]
         if starts and (starts[0] != 0 or sorted(set(starts)) != starts):
             raise ValueError(
-                f"data.schedule starts at {starts}: the first phase starts at 0 and each later one after the one before"
+                f"data.schedule starts at {starts}: the first phase must start at 0, "
+                "and each later phase after the previous one"
             )
         return self

@@ -1,7 +1,7 @@
 """Files to batches: sources, tokenizer, corpus, packing, virtual shards."""
 
 from jaxtrain.data.corpus import Corpus, Documents, prepare
-from jaxtrain.data.packing import FIELDS, IGNORE, HostBatch, fill_rate
+from jaxtrain.data.packing import FIELDS, HostBatch, fill_rate
 from jaxtrain.data.phases import Phase, phase_at, phases_of
 from jaxtrain.data.stream import (
     Batches,
@@ -13,6 +13,7 @@ from jaxtrain.data.stream import (
     tokens_read,
 )
 from jaxtrain.data.tokenizer import TextTokenizer
+from jaxtrain.numerics.labels import IGNORE
 
 __all__ = [
     "FIELDS",

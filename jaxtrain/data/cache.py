@@ -1,4 +1,4 @@
-"""A cache of files that are whole or absent, whatever number of processes build them at once."""
+"""A cache whose files are complete or absent, however many processes build them at once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from jaxtrain.config import ConfigError
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
-    """Return `path`; when it is absent, `build(temporary)` makes a file or folder that is renamed to it.
+    """Return `path`; when it is absent, `build(temporary)` writes a file or folder that is renamed to it.
 
-    One process of a machine builds while others wait for it. Raises ConfigError when the cache cannot be written.
+    One process of a machine builds while the others wait. Raises ConfigError when the cache cannot be written.
     """
     if path.exists():
         return path
@@ -49,7 +49,7 @@ def _build(path: Path, build: Callable[[Path], None]) -> None:
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        # Without locks on this file system the rename alone keeps the cache whole, work may be done twice.
+        # On a file system without locks the rename alone keeps the cache complete; work may be done twice.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield

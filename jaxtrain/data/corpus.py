@@ -15,9 +15,9 @@ from rich.progress import Progress
 
 from jaxtrain.config import ConfigError, DataConfig, RunConfig
 from jaxtrain.data.cache import build_once
-from jaxtrain.data.documents import Documents, Flat, Names, join
+from jaxtrain.data.documents import DocumentNames, Documents, Flat, join
 from jaxtrain.data.files import fingerprint
-from jaxtrain.data.readers import Bad, Ids, Record
+from jaxtrain.data.readers import BadRecord, Record, TokenIds
 from jaxtrain.data.sources import Listing, Tally, list_source, refuse_or_count, texts_of, training_texts
 from jaxtrain.data.stored import Stored
 from jaxtrain.data.tokenfiles import TOKENIZER, Shard, Sidecar, TokenFile, open_token_file, read_sidecar
@@ -25,18 +25,18 @@ from jaxtrain.data.tokenizer import TextTokenizer, prepare_tokenizer
 
 __all__ = ["Corpus", "Documents", "Flat", "encode_records", "prepare", "tokenizer_of"]
 
-FORMAT = "tokens-2"
+CORPUS_FORMAT = "tokens-2"
 ENCODE_BYTES = 4 * 2**20
-# Merges hardly change beyond this much text.
+# A tokenizer's merges hardly change beyond this much text.
 SAMPLE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads: tokenizer, the two splits, and the fingerprint of files and tokenizer together.
+    """Tokenizer, train and held-out documents of a run, and the fingerprint of files and tokenizer together.
 
-    `bytes` of text became `text_tokens` (0 where only token ids were read); `skipped` records could not be read, the
-    first `reasons` say why.
+    `bytes` of text became `text_tokens` (0 where only token ids were read). `skipped` counts unreadable records;
+    `reasons` says why for the first of them.
     """
 
     tokenizer: TextTokenizer
@@ -76,7 +76,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _SourceCorpus:
     """One source, tokenized or mapped."""
 
     documents: Documents
@@ -90,7 +90,7 @@ def prepare(config: RunConfig) -> Corpus:
 
     Raises ConfigError: a source is missing, empty or unreadable; the tokenizer is unreadable, too large for the model
     or another than the one that wrote token shards; the cache cannot be written; data.held_out leaves no document to
-    train on. An empty held-out split is the caller's to judge.
+    train on. The held-out split may be empty.
     """
     data, cache = config.data, cache_of(config.data)
     listings = list_sources(data, cache)
@@ -105,7 +105,7 @@ def prepare(config: RunConfig) -> Corpus:
             for listing in listings
         ]
     documents = join([part.documents for part in parts])
-    assert isinstance(documents.names, Names)
+    assert isinstance(documents.names, DocumentNames)
     held_out = documents.names.held_out(data.held_out)
     if held_out.all():
         raise ConfigError(
@@ -149,8 +149,8 @@ def tokenizer_of(config: RunConfig, listings: Sequence[Listing], cache: Path) ->
     readable = [listing for listing in listings if listing.source.kind != "tokens" and not sidecars_of(listing)]
     if data.tokenizer.path is None and beside is None and not readable:
         raise ConfigError(
-            f"data.sources are token ids ({data.sources[0].path}) and nothing beside them says of which tokenizer: "
-            "set data.tokenizer.path"
+            f"data.sources are token ids ({data.sources[0].path}) and no tokens.json beside them names their "
+            "tokenizer: set data.tokenizer.path"
         )
     key, texts = training_texts(readable, data.held_out, data.on_bad_record, cache, SAMPLE_BYTES)
     tokenizer = prepare_tokenizer(config, beside / TOKENIZER if beside else None, key, texts, cache)
@@ -172,39 +172,41 @@ def sidecars_of(listing: Listing) -> list[tuple[Path, Sidecar]]:
     return [(folder, sidecar) for folder in folders if (sidecar := read_sidecar(str(folder)))]
 
 
-def _mapped(listing: Listing, tokenizer: TextTokenizer, cache: Path) -> _Part:
-    """Token files as they lie."""
+def _mapped(listing: Listing, tokenizer: TextTokenizer, cache: Path) -> _SourceCorpus:
+    """Token files, read in place."""
     source = listing.source
     opened = [open_token_file(file, source, tokenizer.eos, tokenizer.vocab_size, cache) for file in listing.files]
-    names = Names(
+    names = DocumentNames(
         [file.name for file in listing.files],
         np.repeat(np.arange(len(opened), dtype=np.int32), [len(file.starts) for file in opened]),
         np.concatenate([np.arange(len(file.starts)) for file in opened]),
     )
-    whole = _joined(opened, names)
+    whole = _joined_token_files(opened, names)
     if source.max_documents is not None:
         whole = whole.select(np.arange(min(source.max_documents, len(whole))))
     key = fingerprint((file.fingerprint for file in opened), tokenizer.fingerprint, str(source.max_documents))
     shards = _shards_of(listing) if source.max_documents is None else []
     tally = Tally(len(whole), sum(shard.bytes for shard in shards))
-    return _Part(whole, key, tally, sum(shard.tokens for shard in shards if shard.bytes))
+    return _SourceCorpus(whole, key, tally, sum(shard.tokens for shard in shards if shard.bytes))
 
 
 def _shards_of(listing: Listing) -> list[Shard]:
-    """What sidecars say of the files of a source."""
+    """The sidecars' entries for the files of a source."""
     sidecars = dict(sidecars_of(listing))
     found = [(sidecars.get(Path(file.url).parent), Path(file.url).stem) for file in listing.files]
     return [shard for sidecar, name in found if sidecar and (shard := sidecar.shard(name))]
 
 
-def _joined(opened: Sequence[TokenFile], names: Names) -> Documents:
+def _joined_token_files(opened: Sequence[TokenFile], names: DocumentNames) -> Documents:
     whole = join([Documents(file.tokens, file.starts, file.stops, names, file.scored) for file in opened], names)
     return Documents(whole.tokens, whole.starts, whole.stops, names, whole.scored)
 
 
-def _tokenized(data: DataConfig, listing: Listing, tokenizer: TextTokenizer, cache: Path, progress: Progress) -> _Part:
-    """A source of anything else, tokenized once."""
-    key = listing.digest(tokenizer.fingerprint, FORMAT, data.on_bad_record)
+def _tokenized(
+    data: DataConfig, listing: Listing, tokenizer: TextTokenizer, cache: Path, progress: Progress
+) -> _SourceCorpus:
+    """A source of any other kind, tokenized once and cached."""
+    key = listing.digest(tokenizer.fingerprint, CORPUS_FORMAT, data.on_bad_record)
     folder = build_once(
         cache / "corpora" / key, lambda path: _tokenize(path, data, listing, tokenizer, cache, progress)
     )
@@ -222,7 +224,7 @@ def _tokenize(
     folder.mkdir()
     dtype = _cached_dtype(tokenizer)
     tally = Tally()
-    offsets, places = array("q", [0]), array("q")
+    offsets, locations = array("q", [0]), array("q")
     numbers = {file.name: number for number, file in enumerate(listing.files)}
     masked = False
     task = progress.add_task(f"tokenizing {listing.where}", total=listing.bytes)
@@ -233,7 +235,7 @@ def _tokenize(
             (np.ones(len(ids), bool) if scored is None else scored).tofile(mask)
             masked |= scored is not None
             offsets.append(offsets[-1] + len(ids))
-            places.extend((numbers[record.file.name], -1 if record.index is None else record.index))
+            locations.extend((numbers[record.file.name], -1 if record.index is None else record.index))
             progress.update(task, completed=tally.bytes)
     if not tally.documents:
         raise ConfigError(
@@ -243,54 +245,54 @@ def _tokenize(
     if not masked:
         (folder / "scored.bin").unlink()
     np.save(folder / "offsets.npy", np.frombuffer(offsets, np.int64))
-    np.save(folder / "places.npy", np.frombuffer(places, np.int64).reshape(-1, 2))
+    np.save(folder / "places.npy", np.frombuffer(locations, np.int64).reshape(-1, 2))
     (folder / "tally.json").write_text(json.dumps(asdict(tally)))
 
 
 def encode_records(
     records: Iterable[Record], tokenizer: TextTokenizer, where: str, on_bad: str, tally: Tally
 ) -> Iterator[tuple[Record, np.ndarray, np.ndarray | None]]:
-    """Each record with its token ids and flags of what is scored (None: all); a few MB of text are encoded at once.
+    """Each record with its token ids and the flags of scored tokens (None: all); encodes a few MB of text at once.
 
     Counts documents and bytes in `tally`; an id beyond the vocabulary is a bad record.
     """
     for chunk in _chunks(records):
         encoded = tokenizer.encode_contents([record.content for record in chunk])
         for record, (ids, scored) in zip(chunk, encoded, strict=True):
-            if isinstance(record.content, Ids) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+            if isinstance(record.content, TokenIds) and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
                 at = int(np.flatnonzero((ids < 0) | (ids >= tokenizer.vocab_size))[0])
                 message = (
                     f"{record.file.url}, document {record.index}: token id {ids[at]} at token {at} is beyond the "
                     f"tokenizer's vocabulary of {tokenizer.vocab_size} (data.tokenizer.path)"
                 )
-                refuse_or_count(Bad(record.file, message), where, on_bad, tally)
+                refuse_or_count(BadRecord(record.file, message), where, on_bad, tally)
                 continue
             tally.documents += 1
             tally.bytes += sum(len(text.encode()) for text in texts_of(record.content))
             yield record, ids, scored
 
 
-def _open(folder: Path, listing: Listing, tokenizer: TextTokenizer, key: str) -> _Part:
+def _open(folder: Path, listing: Listing, tokenizer: TextTokenizer, key: str) -> _SourceCorpus:
     dtype = _cached_dtype(tokenizer)
     try:
-        offsets, places = np.load(folder / "offsets.npy"), np.load(folder / "places.npy")
+        offsets, locations = np.load(folder / "offsets.npy"), np.load(folder / "places.npy")
         tally = Tally(**json.loads((folder / "tally.json").read_text())).plus(listing.tally)
         tokens = Stored(folder / "tokens.bin", dtype)
         mask = folder / "scored.bin"
         scored = Stored(mask, np.bool_) if mask.exists() else None
     except (OSError, ValueError, EOFError, TypeError) as error:
-        raise ConfigError(f"data.cache: {folder} is damaged ({error}): remove it, it is built again") from None
+        raise ConfigError(f"data.cache: {folder} is damaged ({error}): remove it, then it is built again") from None
     if (
         len({offsets[-1], len(tokens), len(tokens if scored is None else scored)}) > 1
-        or len(offsets) != len(places) + 1
+        or len(offsets) != len(locations) + 1
     ):
         raise ConfigError(
             f"data.cache: {folder} is damaged ({len(tokens)} tokens where {offsets[-1]} were written): "
-            "remove it, it is built again"
+            "remove it, then it is built again"
         )
-    names = Names([file.name for file in listing.files], places[:, 0].astype(np.int32), places[:, 1])
+    names = DocumentNames([file.name for file in listing.files], locations[:, 0].astype(np.int32), locations[:, 1])
     documents = Documents(tokens, offsets[:-1], offsets[1:], names, scored)
-    return _Part(documents, key, tally, len(tokens) if tally.bytes else 0)
+    return _SourceCorpus(documents, key, tally, len(tokens) if tally.bytes else 0)
 
 
 def _cached_dtype(tokenizer: TextTokenizer) -> np.dtype:
@@ -298,7 +300,7 @@ def _cached_dtype(tokenizer: TextTokenizer) -> np.dtype:
 
 
 def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Runs of records of a few MB: enough to keep the encoder's threads busy, little enough for memory."""
+    """Runs of records of a few MB: enough to keep the encoder's threads busy, few enough for memory."""
     chunk: list[Record] = []
     size = 0
     for record in records:
@@ -312,6 +314,6 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def progress_bar(wanted: bool) -> Progress:
-    """A bar on stderr that vanishes when it is done; none where stderr is no terminal."""
+    """A progress bar on stderr that disappears at the end; none where stderr is no terminal."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not (wanted and console.is_terminal))

@@ -1,4 +1,4 @@
-"""Tokenized documents as flat arrays: joined without a copy, named without a string a document."""
+"""Tokenized documents as flat arrays: joined without a copy, named without storing a string for each document."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxtrain.data.sources import is_held_out, record_name, records_held_out
 
 
 class Flat(Protocol):
-    """What is sliced like a one-dimensional array: an array, a memory map, or several of them joined."""
+    """Anything that is sliced like a one-dimensional array: an array, a file, or several of them joined."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, place: slice, /) -> np.ndarray:
+    def __getitem__(self, span: slice, /) -> np.ndarray:
         """The elements start..stop."""
         ...
 
 
 class Joined:
-    """Arrays one after another under one numbering; a slice must lie within one of them, as every document does."""
+    """Arrays concatenated without a copy; a slice must stay within one of them, as every document does."""
 
     def __init__(self, parts: Sequence[Flat]) -> None:
         self.parts: list[Flat] = [
@@ -35,15 +35,15 @@ class Joined:
     def __len__(self) -> int:
         return int(self.borders[-1])
 
-    def __getitem__(self, place: slice, /) -> np.ndarray:
-        number = bisect_right(self.borders, place.start, hi=len(self.parts)) - 1
+    def __getitem__(self, span: slice, /) -> np.ndarray:
+        number = bisect_right(self.borders, span.start, hi=len(self.parts)) - 1
         lo = self.borders[number]
-        assert place.stop <= self.borders[number + 1], (place, self.borders[number + 1])
-        return self.parts[number][place.start - lo : place.stop - lo]
+        assert span.stop <= self.borders[number + 1], (span, self.borders[number + 1])
+        return self.parts[number][span.start - lo : span.stop - lo]
 
 
-class Names(Sequence[str]):
-    """Names of documents by file and number in it (-1: the file is the document), made when they are asked for."""
+class DocumentNames(Sequence[str]):
+    """Names of documents by file and number in it (-1: the file is the document), built on access."""
 
     def __init__(self, files: Sequence[str], file: np.ndarray, number: np.ndarray) -> None:
         self.files, self.file, self.number = files, file, number
@@ -53,13 +53,13 @@ class Names(Sequence[str]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return Names(self.files, self.file[index], self.number[index])
+            return DocumentNames(self.files, self.file[index], self.number[index])
         number = int(self.number[index])
         return record_name(self.files[self.file[index]], None if number < 0 else number)
 
-    def take(self, indices: np.ndarray) -> Names:
+    def take(self, indices: np.ndarray) -> DocumentNames:
         """The names at these indices."""
-        return Names(self.files, self.file[indices], self.number[indices])
+        return DocumentNames(self.files, self.file[indices], self.number[indices])
 
     def held_out(self, share: float) -> np.ndarray:
         """Which documents belong to the held-out share (bool)."""
@@ -75,7 +75,7 @@ class Names(Sequence[str]):
 class Documents:
     """A random-access view of tokenized documents: document i is tokens[starts[i]:stops[i]], opened and closed.
 
-    `tokens` is flat and sliced only within one document (a corpus of several files is joined without a copy).
+    `tokens` is flat and sliced only within one document: a corpus of several files is joined without a copy.
     `scored`, flat beside it, is true for each token that counts in the loss when it is the target; None is all.
     `source` is the number of each document's source in data.sources (int32); None is one source.
     """
@@ -111,16 +111,16 @@ class Documents:
             self.tokens,
             self.starts[indices],
             self.stops[indices],
-            names.take(indices) if isinstance(names, Names) else tuple(names[i] for i in indices.tolist()),
+            names.take(indices) if isinstance(names, DocumentNames) else tuple(names[i] for i in indices.tolist()),
             self.scored,
             None if self.source is None else self.source[indices],
         )
 
 
 def join(parts: Sequence[Documents], names: Sequence[str] | None = None) -> Documents:
-    """The documents of several sources, in order, numbered by source; nothing is copied but their borders.
+    """The documents of several sources, in order, numbered by source; only their borders are copied.
 
-    `names` stands for the names of all.
+    `names` replaces the names of all parts.
     """
     if len(parts) == 1:
         return parts[0]
@@ -134,16 +134,16 @@ def join(parts: Sequence[Documents], names: Sequence[str] | None = None) -> Docu
         Joined([part.tokens for part in parts]),
         np.concatenate([part.starts + base for part, base in zip(parts, bases, strict=True)]),
         np.concatenate([part.stops + base for part, base in zip(parts, bases, strict=True)]),
-        join_names([part.names for part in parts if isinstance(part.names, Names)]) if names is None else names,
+        join_names([part.names for part in parts if isinstance(part.names, DocumentNames)]) if names is None else names,
         Joined(masks) if any(part.scored is not None for part in parts) else None,
         np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for part in parts]),
     )
 
 
-def join_names(parts: Sequence[Names]) -> Names:
+def join_names(parts: Sequence[DocumentNames]) -> DocumentNames:
     """The names of several sources, in order."""
     bases = np.cumsum([0, *(len(part.files) for part in parts[:-1])])
-    return Names(
+    return DocumentNames(
         [file for part in parts for file in part.files],
         np.concatenate([part.file + base for part, base in zip(parts, bases, strict=True)]),
         np.concatenate([part.number for part in parts]),

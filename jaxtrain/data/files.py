@@ -1,7 +1,7 @@
-"""Paths, folders, globs and URLs -> files in a fixed order, opened alike wherever they lie.
+"""Paths, folders, globs and URLs -> files in a fixed order, opened the same way locally and on object storage.
 
-Local paths go through pathlib; a path with '://' goes through fsspec, whose drivers for object storage are packages of
-their own (gcsfs, s3fs, adlfs).
+Local paths go through pathlib; a path with '://' goes through fsspec, whose drivers for object storage are separate
+packages (gcsfs, s3fs, adlfs).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fsspec.core import url_to_fs
 from jaxtrain.config import ConfigError, SourceConfig
 from jaxtrain.data.cache import build_once
 
-# Parts of the standard library that are no prose of programs: other people's packages, fixtures, character tables.
+# Parts of the standard library that are left out: installed packages, test fixtures, character tables.
 STDLIB_SKIPPED = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
-BLOCK = 2**20
+READ_BLOCK = 2**20
 SAMPLED_BLOCKS = 64
-# What object stores tell of a file's version, first found wins.
+# Keys under which object stores report a file's version; the first one found is used.
 STAMPS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
 
 
 @dataclass(frozen=True)
 class File:
-    """One file: its name within the source (posix), where it lies, bytes, version, and digest of its content."""
+    """One file: its name within the source (posix), path or URL, bytes, version, and digest of its content."""
 
     name: str
     url: str
@@ -46,7 +46,7 @@ class File:
 
     @property
     def remote(self) -> bool:
-        """Whether the file lies on object storage."""
+        """Whether the file is on object storage."""
         return "://" in self.url
 
     def open(self) -> BinaryIO:
@@ -67,7 +67,7 @@ class File:
 
         def fetch(path: Path) -> None:
             with self.open() as stream, path.open("wb") as out:
-                shutil.copyfileobj(stream, out, 16 * BLOCK)
+                shutil.copyfileobj(stream, out, 16 * READ_BLOCK)
 
         key = fingerprint([self.url, str(self.size), self.stamp])
         return build_once(cache / "files" / key, fetch)
@@ -90,9 +90,9 @@ def stat(url: str, name: str) -> File | None:
 
 
 def list_files(source: SourceConfig, where: str, suffixes: Sequence[str]) -> list[File]:
-    """Files of a source, by name; from a folder or glob only those with one of `suffixes`, unless include says which.
+    """Files of a source, by name; from a folder or glob only those with one of `suffixes`, unless include is set.
 
-    Raises ConfigError: nothing lies there, a folder cannot be read, no driver for this storage.
+    Raises ConfigError: nothing is there, a folder cannot be read, no driver for this storage.
     """
     where = f"{where}.{source.kind}"
     pairs = _list_remote(source, where) if "://" in source.path else _list_local(source, where)
@@ -110,7 +110,7 @@ def list_files(source: SourceConfig, where: str, suffixes: Sequence[str]) -> lis
         kinds = f" and ends in {' or '.join(suffixes)}" if suffixes and source.include == ["*"] else ""
         raise ConfigError(
             f"{where} is {source.path!r}: no file matches include {source.include} and exclude {source.exclude}"
-            f"{kinds}: widen include, or name another place"
+            f"{kinds}: widen include, or name another path"
         )
     return sorted(wanted, key=lambda file: file.name)
 
@@ -124,7 +124,7 @@ def digest_of(file: File) -> str:
     """Digest (32 hex digits) of a file's whole content, read in blocks."""
     digest = hashlib.blake2b(digest_size=16)
     with file.open() as stream:
-        while block := stream.read(4 * BLOCK):
+        while block := stream.read(4 * READ_BLOCK):
             digest.update(block)
     return digest.hexdigest()
 
@@ -132,16 +132,16 @@ def digest_of(file: File) -> str:
 def sampled_digest(path: Path) -> str:
     """Digest of a file's size, its first and last megabyte and 64 evenly spaced blocks of 4 KiB between.
 
-    Same for a copy on another host; a change of a few bytes between the blocks goes unseen, a file written anew does
-    not.
+    A copy on another host has the same digest. A change of a few bytes between the blocks is missed; a file that was
+    written again is noticed.
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as stream:
         for at, count in (
-            (0, BLOCK),
+            (0, READ_BLOCK),
             *((size * i // SAMPLED_BLOCKS, 4096) for i in range(SAMPLED_BLOCKS)),
-            (max(size - BLOCK, 0), BLOCK),
+            (max(size - READ_BLOCK, 0), READ_BLOCK),
         ):
             stream.seek(at)
             digest.update(stream.read(count))
@@ -157,7 +157,7 @@ def fingerprint(parts: Iterable[str], *more: str) -> str:
 
 
 def unreadable(error: BaseException) -> str:
-    """What an operating system's or a library's error says, on one line."""
+    """The message of an operating system's or a library's error, on one line."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     return " ".join(text.split())[:300]
 
@@ -182,16 +182,16 @@ def _list_local(source: SourceConfig, where: str) -> Iterator[tuple[File, bool]]
 
 def _fixed(pattern: Path) -> Path:
     """The part of a glob's path before its first wild card."""
-    plain = []
+    fixed = []
     for part in pattern.parts:
         if glob.has_magic(part):
             break
-        plain.append(part)
-    return Path(*plain)
+        fixed.append(part)
+    return Path(*fixed)
 
 
 def _stat_or_dangling(path: Path, name: str) -> File:
-    # A dangling link is reported by whoever reads it, with the setting that leaves it out.
+    # A dangling link is reported by its reader, with the setting that leaves it out.
     return stat(str(path), name) or File(name, str(path), 0, "")
 
 

@@ -1,10 +1,10 @@
 """Pieces of several sources -> the order of each virtual shard: shuffled, repeated, mixed by weights.
 
-Each source is an endless run of epochs, each epoch a new order of its pieces. Piece n of that run has the time
-(n + 1/2) x stride, where a source's stride is the mean size of its pieces over its weight; virtual shard v of V has the
-pieces n = v, v + V, v + 2V, ... of every source and reads them by time. So weights are shares of tokens in every shard
-at every moment, all shards together read each run without a hole, and a source that has ended leaves its time to the
-others. Whoever comes k-th follows from k alone, by a bisection over time.
+Each source is an endless sequence of epochs, and each epoch is a new permutation of its pieces. Piece n of that
+sequence has the time (n + 1/2) x stride, where a source's stride is the mean size of its pieces / its weight. Virtual
+shard v of V reads the pieces n = v, v + V, v + 2V, ... of every source in order of time. Weights are therefore shares
+of tokens in every shard at every moment, all shards together read every piece of an epoch once, and the other sources
+fill the time of a source whose epochs are used up. The k-th draw is a function of k, found by a bisection over time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy as np
 from jaxtrain.config import ConfigError
 from jaxtrain.data.pieces import Pieces
 
-RESOLUTION = 2**20  # the smallest stride: ratios of weights are kept to a millionth
+RESOLUTION = 2**20  # the smallest stride: ratios of weights are exact to a millionth
 
 
 class Mixture:
-    """All sources of a run with their strides, weights being shares of tokens and epochs a cap (None: none).
+    """All sources of a run with their strides; weights are shares of tokens, epochs a limit (None: no limit).
 
-    Raises ConfigError when a source holds no target at all.
+    Raises ConfigError when a source has no target at all.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class Mixture:
             None if cap is None else max(1, round(cap * len(members)))
             for cap, members in zip(epochs, self._members, strict=True)
         ]
-        # Shards read on both sides of an epoch's border: two orders of each source are kept.
+        # Shards read on both sides of an epoch's border: two permutations of each source are cached.
         self._orders = [
             lru_cache(maxsize=2)(partial(_order, len(members), shuffle, (seed, source)))
             for source, members in enumerate(self._members)
         ]
 
-    def piece(self, source: int, place_N: np.ndarray) -> np.ndarray:
-        """Piece numbers [N] at these places of a source's endless run."""
+    def piece(self, source: int, position_N: np.ndarray) -> np.ndarray:
+        """Piece numbers [N] at these positions of a source's sequence of epochs."""
         members, order = self._members[source], self._orders[source]
-        epoch_N, within_N = np.divmod(place_N, len(members))
+        epoch_N, within_N = np.divmod(position_N, len(members))
         for epoch in np.unique(epoch_N).tolist():
             here = epoch_N == epoch
             within_N[here] = order(epoch)[within_N[here]]
@@ -58,7 +58,7 @@ class Mixture:
 
 
 class Draws:
-    """The pieces of one virtual shard by number, without end unless every source is capped."""
+    """The pieces of one virtual shard by draw number; endless unless every source has a limit of epochs."""
 
     def __init__(self, mixture: Mixture, shard: int = 0, shards: int = 1) -> None:
         self._mixture, self._shard, self._shards = mixture, shard, shards
@@ -66,29 +66,29 @@ class Draws:
         self._at, self._counts = 0, [0] * len(mixture.strides)
 
     def read(self, lo: int, count: int) -> np.ndarray:
-        """Piece numbers of draws lo..lo + count, fewer where the sources end; in sequence cheap, elsewhere a seek."""
+        """Piece numbers of draws lo..lo + count, fewer where all sources end; consecutive reads need no seek."""
         if lo != self._at:
             self._at, self._counts = lo, self._seek(lo)
-        place, source = self._next(count)
-        pieces = np.empty(len(place), np.int64)
+        position, source = self._next(count)
+        pieces = np.empty(len(position), np.int64)
         for each in range(len(self._counts)):
             here = source == each
             if here.any():
-                pieces[here] = self._mixture.piece(each, place[here])
+                pieces[here] = self._mixture.piece(each, position[here])
                 self._counts[each] += int(here.sum())
         self._at += len(pieces)
         return pieces
 
     def _next(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Place in its source's run and source of the next draws."""
+        """Position within its source, and source, of each of the next draws."""
         runs = []
         for done, cap, stride in zip(self._counts, self._caps, self._mixture.strides, strict=True):
             stop = done + count if cap is None else min(done + count, cap)
-            place = np.arange(done, stop) * self._shards + self._shard
-            runs.append((place, (2 * place + 1) * stride))
-        source = np.repeat(np.arange(len(runs)), [len(place) for place, _ in runs])
+            position = np.arange(done, stop) * self._shards + self._shard
+            runs.append((position, (2 * position + 1) * stride))
+        source = np.repeat(np.arange(len(runs)), [len(position) for position, _ in runs])
         first = np.argsort(np.concatenate([time for _, time in runs]), kind="stable")[:count]
-        return np.concatenate([place for place, _ in runs])[first], source[first]
+        return np.concatenate([position for position, _ in runs])[first], source[first]
 
     def _seek(self, lo: int) -> list[int]:
         """Draws of each source among the first `lo`."""
@@ -102,7 +102,7 @@ class Draws:
             low, high = (middle, high) if sum(self._before(middle)) <= lo else (low, middle)
         counts = self._before(low)
         for source, after in enumerate(self._before(high)):
-            # At one moment sources draw in the order of their numbers.
+            # At equal times sources draw in the order of their numbers.
             counts[source] += after > counts[source] and sum(counts) < lo
         return counts
 
@@ -111,9 +111,9 @@ class Draws:
         counts = (self._local(((time - 1) // stride + 1) // 2) for stride in self._mixture.strides)
         return [count if cap is None else min(count, cap) for count, cap in zip(counts, self._caps, strict=True)]
 
-    def _local(self, places: int) -> int:
-        """How many of a run's first `places` belong to this shard."""
-        return max(0, -(-(places - self._shard) // self._shards))
+    def _local(self, count: int) -> int:
+        """How many of a source's first `count` pieces belong to this shard."""
+        return max(0, -(-(count - self._shard) // self._shards))
 
 
 def _order(count: int, shuffle: bool, key: tuple[int, ...], epoch: int) -> np.ndarray:
@@ -130,6 +130,6 @@ def _check_targets(pieces: Pieces, counts: Sequence[int]) -> None:
             dropped = int(pieces.dropped_documents[source])
             raise ConfigError(
                 f"{which}: {have} documents to train on and none has a token to predict"
-                + (f" ({dropped} are longer than a row and data.overlong is drop)" if dropped else "")
+                + (f" ({dropped} are longer than data.seq_len and data.overlong is drop)" if dropped else "")
                 + ": bring more text, or lower data.held_out"
             )

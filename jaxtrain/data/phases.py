@@ -1,4 +1,4 @@
-"""Schedules of row length and batch size: a run as a few phases, each of one shape."""
+"""Schedules of sequence length and batch size: a run as a few phases, each with one batch shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtrain.config import ConfigError, DataConfig, TrainConfig
 
 @dataclass(frozen=True)
 class Phase:
-    """Updates from `start` on (counted from 0) have `global_batch` rows of `length` tokens."""
+    """From step `start` on (counted from 0), each step has `global_batch` sequences of `seq_len` tokens."""
 
     start: int
     seq_len: int
@@ -21,25 +21,25 @@ class Phase:
 def phases_of(data: DataConfig, train: TrainConfig) -> tuple[Phase, ...]:
     """The phases of a run; without data.schedule there is one.
 
-    Tokens are positions, padding counted, so the update at which a phase begins is known before the run: the first
-    one before which at least `start` tokens were read. Raises ConfigError when a phase would have no update.
+    Tokens are positions, padding included, so the step at which a phase begins is known before the run: the first
+    step before which at least `start` tokens were read. Raises ConfigError when a phase would have no step.
     """
     phases: list[Phase] = []
-    update = tokens = 0
+    step = tokens = 0
     for index, entry in enumerate(data.schedule):
         if phases:
             each = phases[-1].seq_len * phases[-1].global_batch if data.schedule_unit == "tokens" else 1
-            updates = -(-(entry.start - tokens) // each)
-            if updates <= 0:
+            steps = -(-(entry.start - tokens) // each)
+            if steps <= 0:
                 raise ConfigError(
-                    f"data.schedule[{index - 1}] has no update: its batches of {each} tokens pass {entry.start}, the "
-                    f"start of data.schedule[{index}], before it begins ({tokens} tokens): move that start"
+                    f"data.schedule[{index - 1}] has no step: it begins at {tokens} tokens, after the start of "
+                    f"data.schedule[{index}] ({entry.start}), because batches have {each} tokens: raise that start"
                 )
-            update, tokens = update + updates, tokens + updates * each
-        phases.append(Phase(update, entry.seq_len or data.seq_len, entry.global_batch or train.global_batch))
+            step, tokens = step + steps, tokens + steps * each
+        phases.append(Phase(step, entry.seq_len or data.seq_len, entry.global_batch or train.global_batch))
     return tuple(phases) or (Phase(0, data.seq_len, train.global_batch),)
 
 
-def phase_at(phases: Sequence[Phase], update: int) -> int:
-    """The index of the phase to which an update (counted from 0) belongs."""
-    return bisect_right([phase.start for phase in phases], update) - 1
+def phase_at(phases: Sequence[Phase], step: int) -> int:
+    """The index of the phase of a step (counted from 0)."""
+    return bisect_right([phase.start for phase in phases], step) - 1

@@ -1,4 +1,4 @@
-"""What a run will read, before it is run: batches as text, fill, lengths, shares, counts, speed of the pipeline."""
+"""What a run will read: its first batches as text, fill rate, document lengths, shares of the sources, speed."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from rich.text import Text
 
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data.corpus import Corpus, prepare
-from jaxtrain.data.packing import IGNORE, HostBatch, fill_rate
+from jaxtrain.data.packing import HostBatch, fill_rate
 from jaxtrain.data.phases import Phase
 from jaxtrain.data.pieces import Pieces
 from jaxtrain.data.stream import open_stream, tokens_read
+from jaxtrain.numerics.labels import IGNORE
 
 MEASURE_S = 2.0
-SHOWN_ROWS = 4
+SHOWN_SEQUENCES = 4
 SHOWN_CHARACTERS = 400
-STYLES = ("black on bright_cyan", "black on bright_yellow", "black on bright_green", "black on bright_magenta")
-COLORS = ("#2f6db5", "#d1603d", "#4a9a62", "#8a5fb0", "#9aa5b1", "#c9a227")
+DOCUMENT_STYLES = ("black on bright_cyan", "black on bright_yellow", "black on bright_green", "black on bright_magenta")
+SOURCE_COLORS = ("#2f6db5", "#d1603d", "#4a9a62", "#8a5fb0", "#9aa5b1", "#c9a227")
 
 
 @dataclass(frozen=True)
 class Preview:
-    """The corpus and stream of a run, its first batches, and what was measured on them and those after."""
+    """The corpus and stream of a run, its first batches, and measurements on them and on the batches after them."""
 
     config: RunConfig
     corpus: Corpus
@@ -45,7 +46,7 @@ class Preview:
 
     @cached_property
     def sources(self) -> list[dict[str, Any]]:
-        """A row a source: documents, targets an epoch, share asked for and realised, documents dropped."""
+        """One row per source: documents, targets in an epoch, share asked for and realised, documents dropped."""
         settings, count = self.config.data.sources, len(self.pieces.targets)
         source = _source_of(self.corpus)
         weights, read = np.array([each.weight for each in settings]), np.array(self.measured["read"])
@@ -78,9 +79,9 @@ class Preview:
         return Group(self._numbers(), self._sources(), *map(self._batch, range(len(self.batches))))
 
     def draw(self, path: Path) -> Path:
-        """Draw a histogram of document lengths, one colour a source, with the lengths of a row marked.
+        """Plot a histogram of document lengths, one colour per source, with the sequence lengths marked.
 
-        Raises ConfigError when the file cannot be written or its suffix names no picture.
+        Raises ConfigError when the file cannot be written or its suffix names no image format.
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -94,14 +95,14 @@ class Preview:
             [lengths[source == each] for each in range(len(self.sources))],
             bins=edges.tolist(),
             stacked=True,
-            color=[COLORS[each % len(COLORS)] for each in range(len(self.sources))],
+            color=[SOURCE_COLORS[each % len(SOURCE_COLORS)] for each in range(len(self.sources))],
             label=[row["source"] for row in self.sources],
         )
         for phase in {phase.seq_len: phase for phase in self.phases}.values():
             axes.axvline(phase.seq_len, color="#333a42", linewidth=1, linestyle="--")
             axes.annotate(f" {phase.seq_len}", (phase.seq_len, 1), xycoords=("data", "axes fraction"), va="top")
         axes.set_xscale("log")
-        axes.set_xlabel("tokens of a document (dashed: a row)")
+        axes.set_xlabel("tokens of a document (dashed: a sequence)")
         axes.set_ylabel("documents")
         axes.set_title(f"{len(lengths):,} documents, {self.pieces.targets.sum():,} tokens an epoch", loc="left")
         axes.legend(frameon=False, fontsize=8)
@@ -117,13 +118,13 @@ class Preview:
         table.add_column(overflow="fold")
         data, measured = self.config.data, self.measured
         shapes = ", ".join(
-            f"{phase.global_batch} x {phase.seq_len}" + (f" from update {phase.start + 1} on" if phase.start else "")
+            f"{phase.global_batch} x {phase.seq_len}" + (f" from step {phase.start + 1} on" if phase.start else "")
             for phase in self.phases
         )
         rows = {
             **self.corpus.describe(),
             "batch": shapes,
-            "packing": f"{data.packing}, long documents {data.overlong}",
+            "packing": f"{data.packing}, overlong documents: {data.overlong}",
             "fill rate": f"{measured['fill']:.4f} over {measured['updates']} batches",
             "scored": f"{measured['scored']:.4f} of all inputs",
             "tokens an epoch": int(self.pieces.targets.sum()),
@@ -138,36 +139,36 @@ class Preview:
         for name in self.sources[0]:
             table.add_column(name.replace("_", " "), justify="left" if name == "source" else "right", overflow="fold")
         for row in self.sources:
-            table.add_row(*(_word(value) for value in row.values()))
+            table.add_row(*(_cell(value) for value in row.values()))
         return table
 
     def _batch(self, index: int) -> Panel:
         batch = self.batches[index]
-        rows = len(batch["tokens"])
-        texts = [self._row(batch, row) for row in range(min(rows, SHOWN_ROWS))]
-        if rows > SHOWN_ROWS:
-            texts.append(Text(f"... {rows - SHOWN_ROWS} more rows", style="dim"))
-        title = f"batch {index + 1}: {rows} rows of {batch['tokens'].shape[1]} tokens, fill {fill_rate(batch):.4f}"
+        count, seq_len = batch["tokens"].shape
+        texts = [self._sequence(batch, number) for number in range(min(count, SHOWN_SEQUENCES))]
+        if count > SHOWN_SEQUENCES:
+            texts.append(Text(f"... {count - SHOWN_SEQUENCES} more sequences", style="dim"))
+        title = f"batch {index + 1}: {count} sequences of {seq_len} tokens, fill {fill_rate(batch):.4f}"
         return Panel(Group(*texts), title=title, title_align="left", box=box.ROUNDED)
 
-    def _row(self, batch: HostBatch, row: int) -> Text:
-        segments = batch["segments"][row]
-        text = Text(f"{row}: ", style="bold")
+    def _sequence(self, batch: HostBatch, number: int) -> Text:
+        segments = batch["segments"][number]
+        text = Text(f"{number}: ", style="bold")
         for segment in range(1, int(segments.max()) + 1):
             here = segments == segment
-            text.append_text(self._segment(batch["tokens"][row][here], batch["labels"][row][here], segment))
+            text.append_text(self._segment(batch["tokens"][number][here], batch["labels"][number][here], segment))
         if padding := int((segments == 0).sum()):
             text.append(f" {padding} padded", style="dim")
         return text
 
     def _segment(self, tokens: np.ndarray, labels: np.ndarray, segment: int) -> Text:
-        """A document's part of a row, runs of unscored tokens dim: a token is dim where nothing was to predict it."""
-        style = STYLES[segment % len(STYLES)]
+        """A document's part of a sequence; a token that is no scored target is dim."""
+        style = DOCUMENT_STYLES[segment % len(DOCUMENT_STYLES)]
         scored = np.concatenate([[True], labels[:-1] != IGNORE])
         borders = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(tokens)]
         text = Text()
         for lo, hi in pairwise(borders):
-            words = _plain(self.corpus.tokenizer.decode(tokens[lo:hi].tolist()))
+            words = _printable(self.corpus.tokenizer.decode(tokens[lo:hi].tolist()))
             text.append(words, style=style if scored[lo] else f"dim {style}")
         if len(text) > SHOWN_CHARACTERS:
             text.truncate(SHOWN_CHARACTERS)
@@ -176,23 +177,23 @@ class Preview:
 
 
 def preview(config: RunConfig, batches: int = 2) -> Preview:
-    """Read the first `batches` of a run and go on for MEASURE_S seconds to measure fill, shares and speed.
+    """Read the first `batches` of a run, then more for MEASURE_S seconds to measure fill rate, shares and speed.
 
     Raises ConfigError as `prepare` and the stream do.
     """
     corpus = prepare(config)
     with closing(open_stream(corpus.train, config, prefetch=0)) as stream:
         shown: list[HostBatch] = []
-        inputs = scored = positions = updates = 0
+        inputs = scored = positions = steps = 0
         begin = time.perf_counter()
-        while updates < max(batches, 1) or time.perf_counter() - begin < MEASURE_S:
+        while steps < max(batches, 1) or time.perf_counter() - begin < MEASURE_S:
             try:
                 batch = next(stream)
             except ConfigError:
-                if not updates:
+                if not steps:
                     raise
-                break  # fewer batches than asked for, until all sources are used up
-            updates += 1
+                break  # all sources are used up: fewer batches than asked for
+            steps += 1
             inputs += int(np.count_nonzero(batch["segments"]))
             scored += int(np.count_nonzero(batch["labels"] != IGNORE))
             positions += batch["tokens"].size
@@ -200,7 +201,7 @@ def preview(config: RunConfig, batches: int = 2) -> Preview:
                 shown.append(batch)
         seconds = time.perf_counter() - begin
         measured = {
-            "updates": updates,
+            "updates": steps,
             "fill": inputs / positions,
             "scored": scored / inputs,
             "tokens_per_s": inputs / seconds,
@@ -210,7 +211,7 @@ def preview(config: RunConfig, batches: int = 2) -> Preview:
 
 
 def write_html(shown: Sequence[RenderableType], path: Path) -> Path:
-    """Write what is shown as an HTML page; raises ConfigError when the file cannot be written."""
+    """Write renderables as an HTML page; raises ConfigError when the file cannot be written."""
     import io
 
     console = Console(record=True, width=160, file=io.StringIO(), force_terminal=True)
@@ -228,12 +229,12 @@ def _source_of(corpus: Corpus) -> np.ndarray:
     return np.zeros(len(corpus.train), np.int32) if source is None else source
 
 
-def _plain(words: str) -> str:
-    """One line, without what would steer a terminal."""
+def _printable(words: str) -> str:
+    """One line without control characters."""
     return "".join("↵" if c == "\n" else c if c.isprintable() or c == "\t" else "·" for c in words)
 
 
-def _word(value: Any) -> str:
+def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

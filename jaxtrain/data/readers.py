@@ -1,7 +1,7 @@
-"""Files -> records, kind by kind: a new kind of source is one row of KINDS.
+"""Files -> records: each kind of source is one entry of KINDS.
 
-A kind names its files' suffixes, cuts a file into spans that can be read on their own, and reads a span as records.
-What cannot be read comes as `Bad`, so that whoever reads decides between an error and a count.
+A kind names its files' suffixes, cuts a file into spans that can be read independently, and reads a span as records.
+What cannot be read is a `BadRecord`; the caller decides between an error and a count.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import pyarrow.parquet as pq
 from array_record.python.array_record_module import ArrayRecordReader
 
 from jaxtrain.config import ConfigError, SourceConfig, nearest
-from jaxtrain.data.files import BLOCK, File, unreadable
+from jaxtrain.data.files import READ_BLOCK, File, unreadable
 from jaxtrain.data.tokenfiles import read_sidecar
 
-# Names under which published chats let the model speak.
+# Roles of the model in published chats.
 SCORED_ROLES = frozenset({"assistant", "model", "gpt"})
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 JSON_SUFFIXES = tuple(f".{stem}{codec}" for stem in ("jsonl", "json", "ndjson") for codec in ("", *CODECS))
-ROWS = 1024
+RECORDS_PER_READ = 1024
 
 
 @dataclass(frozen=True)
 class Turn:
-    """A stretch of a document: its text, whether its tokens are scored, whether names of special tokens count."""
+    """A part of a document: its text, whether its tokens are scored, whether names of special tokens are special."""
 
     text: str
     scored: bool
@@ -41,7 +41,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Ids:
+class TokenIds:
     """Token ids of a document (any integer dtype), and which of them are scored as targets (bool; None is all)."""
 
     ids: np.ndarray
@@ -51,11 +51,11 @@ class Ids:
         return len(self.ids)
 
 
-Content = str | Ids | tuple[Turn, ...]
+Content = str | TokenIds | tuple[Turn, ...]
 
 
 @dataclass(frozen=True)
-class Span:
+class FileSpan:
     """Part lo..hi of a file, in the units of its kind; its first record has number `first`."""
 
     file: File
@@ -75,14 +75,14 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Bad:
-    """A record that cannot be read, its file, and what is wrong at which place."""
+class BadRecord:
+    """A record that cannot be read: its file, and a message with the line, row or record and what is wrong."""
 
     file: File
     message: str
 
 
-Item = Record | Bad
+Item = Record | BadRecord
 
 
 @dataclass(frozen=True)
@@ -90,38 +90,38 @@ class Kind:
     """How one kind of source is read."""
 
     suffixes: tuple[str, ...]
-    split: Callable[[File, int], Iterator[Span]]
-    read: Callable[[Span, SourceConfig, Path], Iterator[Item]]
+    split: Callable[[File, int], Iterator[FileSpan]]
+    read: Callable[[FileSpan, SourceConfig, Path], Iterator[Item]]
 
 
 class _UnfitError(ValueError):
-    """A value that is no document; the reader adds the place."""
+    """A value that is no document; the reader adds its line, row or record."""
 
 
-def whole(file: File, size: int) -> Iterator[Span]:
+def whole(file: File, size: int) -> Iterator[FileSpan]:
     """A file that is read from its beginning."""
-    yield Span(file, 0, file.size, 0, file.size)
+    yield FileSpan(file, 0, file.size, 0, file.size)
 
 
-def read_text(span: Span, source: SourceConfig | None = None, cache: Path | None = None) -> Iterator[Item]:
-    """A file of UTF-8 text is one document; a file of nothing but blanks is none."""
+def read_text(span: FileSpan, source: SourceConfig | None = None, cache: Path | None = None) -> Iterator[Item]:
+    """A file of UTF-8 text is one document; a file of white space is none."""
     try:
         if not span.file.remote and Path(span.file.url).exists() and not Path(span.file.url).is_file():
-            yield Bad(span.file, f"{span.file.url} is no regular file")
+            yield BadRecord(span.file, f"{span.file.url} is no regular file")
             return
         data = span.file.read()
         text = decode(data)
     except OSError as error:
-        yield Bad(span.file, f"{span.file.url} cannot be read ({unreadable(error)})")
+        yield BadRecord(span.file, f"{span.file.url} cannot be read ({unreadable(error)})")
     except _UnfitError as error:
-        yield Bad(span.file, f"{span.file.url} is {error}")
+        yield BadRecord(span.file, f"{span.file.url} is {error}")
     else:
         if text.strip():
             yield Record(span.file, None, text)
 
 
 def decode(data: bytes) -> str:
-    """UTF-8 text; raises ValueError for zero bytes and for bytes that are none."""
+    """UTF-8 text; raises ValueError for zero bytes and for bytes that are not UTF-8."""
     if (at := data.find(0)) >= 0:
         raise _UnfitError(f"binary, not text (a zero byte at offset {at})")
     try:
@@ -130,8 +130,8 @@ def decode(data: bytes) -> str:
         raise _UnfitError(f"not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start})") from None
 
 
-def split_lines(file: File, size: int) -> Iterator[Span]:
-    """Plain JSON lines are cut at line ends about `size` bytes apart; compressed ones are whole."""
+def split_lines(file: File, size: int) -> Iterator[FileSpan]:
+    """Uncompressed JSON lines are cut at line ends about `size` bytes apart; a compressed file is one span."""
     if Path(file.name).suffix in CODECS or file.size <= size:
         yield from whole(file, size)
         return
@@ -139,24 +139,24 @@ def split_lines(file: File, size: int) -> Iterator[Span]:
     with file.open() as stream:
         while lo < file.size:
             hi, lines = lo, 0
-            while hi - lo < size and (block := stream.read(min(16 * BLOCK, size))):
+            while hi - lo < size and (block := stream.read(min(16 * READ_BLOCK, size))):
                 hi, lines = hi + len(block), lines + block.count(b"\n")
             rest = stream.readline() if hi < file.size else b""
             hi, lines = hi + len(rest), lines + rest.count(b"\n")
             if hi == lo:
                 return
-            yield Span(file, lo, hi, line, hi - lo)
+            yield FileSpan(file, lo, hi, line, hi - lo)
             lo, line = hi, line + lines
 
 
-def read_jsonl(span: Span, source: SourceConfig, cache: Path) -> Iterator[Item]:
+def read_jsonl(span: FileSpan, source: SourceConfig, cache: Path) -> Iterator[Item]:
     """Each line that is not blank is a document, numbered by its line from 1."""
     number = span.first
     try:
         with span.file.open() as raw:
             codec = CODECS.get(Path(span.file.name).suffix)
-            # Arrow's streams have no lines of their own.
-            stream: Any = io.BufferedReader(pa.CompressedInputStream(raw, codec), BLOCK) if codec else raw  # type: ignore[type-var]
+            # Arrow's streams cannot read lines.
+            stream: Any = io.BufferedReader(pa.CompressedInputStream(raw, codec), READ_BLOCK) if codec else raw  # type: ignore[type-var]
             if not codec:
                 raw.seek(span.lo)
             at = span.lo
@@ -165,10 +165,10 @@ def read_jsonl(span: Span, source: SourceConfig, cache: Path) -> Iterator[Item]:
                 if line.strip():
                     yield _json_record(span.file, number, line, source, f"line {number}")
     except (OSError, EOFError) as error:
-        yield Bad(span.file, f"{span.file.url} cannot be read past line {number} ({unreadable(error)})")
+        yield BadRecord(span.file, f"{span.file.url} cannot be read past line {number} ({unreadable(error)})")
 
 
-def _json_record(file: File, number: int, line: bytes, source: SourceConfig, place: str) -> Item:
+def _json_record(file: File, number: int, line: bytes, source: SourceConfig, where: str) -> Item:
     try:
         text = decode(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
         try:
@@ -179,7 +179,7 @@ def _json_record(file: File, number: int, line: bytes, source: SourceConfig, pla
             raise _UnfitError(f"not JSON ({unreadable(error)})") from None
         return Record(file, number, content_of(value, source))
     except _UnfitError as error:
-        return Bad(file, f"{file.url}, {place}: {error}")
+        return BadRecord(file, f"{file.url}, {where}: {error}")
 
 
 def content_of(value: Any, source: SourceConfig) -> Content:
@@ -219,7 +219,7 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
-def token_ids(value: Any, name: str) -> Ids:
+def token_ids(value: Any, name: str) -> TokenIds:
     """Token ids of a list; raises ValueError when it is none."""
     try:
         ids = np.asarray(value) if value is not None else None
@@ -227,7 +227,7 @@ def token_ids(value: Any, name: str) -> Ids:
         ids = None
     if ids is None or ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
         raise _UnfitError(f"the field {name!r} is {_short(value)}, neither text nor a list of token ids")
-    return Ids(ids)
+    return TokenIds(ids)
 
 
 def _chat(messages: Any, source: SourceConfig) -> tuple[Turn, ...]:
@@ -254,7 +254,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def split_row_groups(file: File, size: int) -> Iterator[Span]:
+def split_row_groups(file: File, size: int) -> Iterator[FileSpan]:
     """Row groups of a Parquet file, about `size` bytes together."""
     with _readable(file) as stream:
         meta = pq.ParquetFile(stream).metadata
@@ -262,40 +262,40 @@ def split_row_groups(file: File, size: int) -> Iterator[Span]:
     yield from _runs(file, rows, size)
 
 
-def read_parquet(span: Span, source: SourceConfig, cache: Path) -> Iterator[Item]:
+def read_parquet(span: FileSpan, source: SourceConfig, cache: Path) -> Iterator[Item]:
     """Each row is a document, numbered from 0."""
     number = span.first
     try:
         with span.file.open() as stream:
             table = pq.ParquetFile(stream)
             columns = _columns(table.schema_arrow.names, source, span.file)
-            for batch in table.iter_batches(ROWS, list(range(span.lo, span.hi)), columns):
+            for batch in table.iter_batches(RECORDS_PER_READ, list(range(span.lo, span.hi)), columns):
                 yield from _rows(span.file, number, batch, source)
                 number += batch.num_rows
     except (OSError, pa.ArrowException) as error:
-        yield Bad(span.file, f"{span.file.url} cannot be read past row {number} ({unreadable(error)})")
+        yield BadRecord(span.file, f"{span.file.url} cannot be read past row {number} ({unreadable(error)})")
 
 
-def split_batches(file: File, size: int) -> Iterator[Span]:
+def split_batches(file: File, size: int) -> Iterator[FileSpan]:
     """Record batches of an Arrow file, about `size` bytes together."""
     with _readable(file) as stream:
         rows = [batch.num_rows for batch in _arrow(stream)]
     yield from _runs(file, rows, size)
 
 
-def read_arrow(span: Span, source: SourceConfig, cache: Path) -> Iterator[Item]:
+def read_arrow(span: FileSpan, source: SourceConfig, cache: Path) -> Iterator[Item]:
     """Each row of an Arrow stream or file, as the datasets library saves them, is a document, numbered from 0."""
     number = span.first
     try:
         with span.file.open() as stream:
-            for place, batch in enumerate(_arrow(stream)):
-                if not span.lo <= place < span.hi:
+            for index, batch in enumerate(_arrow(stream)):
+                if not span.lo <= index < span.hi:
                     continue
                 columns = _columns(batch.schema.names, source, span.file)
                 yield from _rows(span.file, number, batch.select(columns), source)
                 number += batch.num_rows
     except (OSError, pa.ArrowException) as error:
-        yield Bad(span.file, f"{span.file.url} cannot be read past row {number} ({unreadable(error)})")
+        yield BadRecord(span.file, f"{span.file.url} cannot be read past row {number} ({unreadable(error)})")
 
 
 def _arrow(stream: Any) -> Iterator[pa.RecordBatch]:
@@ -306,12 +306,12 @@ def _arrow(stream: Any) -> Iterator[pa.RecordBatch]:
         yield from pa.ipc.open_stream(stream)
         return
     reader = pa.ipc.open_file(stream)
-    for place in range(reader.num_record_batches):
-        yield reader.get_batch(place)
+    for index in range(reader.num_record_batches):
+        yield reader.get_batch(index)
 
 
 def _columns(names: Sequence[str], source: SourceConfig, file: File) -> list[str]:
-    """The columns that are read; raises ConfigError when one is not there."""
+    """The columns that are read; raises ConfigError when one is missing."""
     settings = ("messages_field", "prompt_field", "response_field")
     wanted = {s: str(getattr(source, s)) for s in settings if getattr(source, s)} or {"field": source.field or "text"}
     for setting, name in wanted.items():
@@ -324,12 +324,16 @@ def _columns(names: Sequence[str], source: SourceConfig, file: File) -> list[str
 
 
 def _rows(file: File, first: int, batch: pa.RecordBatch, source: SourceConfig) -> Iterator[Item]:
-    plain: Any = batch.column(0)
-    lists = pa.types.is_list(plain.type) or pa.types.is_large_list(plain.type)
-    if lists and pa.types.is_integer(plain.type.value_type) and not plain.values.null_count:
-        # A list column is one flat array with borders: no Python object a token.
-        flat, borders, there = plain.values.to_numpy(zero_copy_only=False), plain.offsets.to_numpy(), plain.is_valid()
-        values: Any = (flat[lo:hi] if ok.as_py() else None for (lo, hi), ok in zip(pairwise(borders), there))  # noqa: B905
+    column: Any = batch.column(0)
+    lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if lists and pa.types.is_integer(column.type.value_type) and not column.values.null_count:
+        # A list column is one flat array with borders: this makes no Python object for each token.
+        flat, borders, valid = (
+            column.values.to_numpy(zero_copy_only=False),
+            column.offsets.to_numpy(),
+            column.is_valid(),
+        )
+        values: Any = (flat[lo:hi] if ok.as_py() else None for (lo, hi), ok in zip(pairwise(borders), valid))  # noqa: B905
         rows: Any = ({batch.schema.names[0]: value} for value in values)
     else:
         rows = _python_rows(batch)
@@ -339,31 +343,31 @@ def _rows(file: File, first: int, batch: pa.RecordBatch, source: SourceConfig) -
                 raise _UnfitError(f"not UTF-8 (byte 0x{row.object[row.start]:02x} at offset {row.start})")
             yield Record(file, number, content_of(row, source))
         except _UnfitError as error:
-            yield Bad(file, f"{file.url}, row {number}: {error}")
+            yield BadRecord(file, f"{file.url}, row {number}: {error}")
 
 
 def _python_rows(batch: pa.RecordBatch) -> list[Any]:
-    """Rows as mappings; in place of one whose text is no UTF-8 the error."""
+    """Rows as mappings; the error in place of a row whose text is not UTF-8."""
     try:
         return list(batch.to_pylist())
     except UnicodeDecodeError as error:
         if batch.num_rows == 1:
             return [error]
-        return [row for place in range(batch.num_rows) for row in _python_rows(batch.slice(place, 1))]
+        return [row for index in range(batch.num_rows) for row in _python_rows(batch.slice(index, 1))]
 
 
-def _runs(file: File, rows: Sequence[int], size: int) -> Iterator[Span]:
+def _runs(file: File, rows: Sequence[int], size: int) -> Iterator[FileSpan]:
     """Neighbouring groups of rows joined into spans of about `size` bytes."""
     share = max(1, round(len(rows) * size / max(file.size, 1)))
     borders = [*range(0, len(rows), share), len(rows)]
     firsts = np.concatenate([[0], np.cumsum(rows)])
     for lo, hi in pairwise(borders):
-        yield Span(file, lo, hi, int(firsts[lo]), file.size * (hi - lo) // len(rows))
+        yield FileSpan(file, lo, hi, int(firsts[lo]), file.size * (hi - lo) // len(rows))
 
 
 @contextmanager
 def _readable(file: File) -> Iterator[Any]:
-    """The opened file; what Arrow raises while it is cut becomes a ConfigError that names it."""
+    """The opened file; an error of Arrow while reading it becomes a ConfigError that names it."""
     try:
         with file.open() as stream:
             yield stream
@@ -371,30 +375,30 @@ def _readable(file: File) -> Iterator[Any]:
         raise ConfigError(f"{file.url} cannot be read ({unreadable(error)})") from None
 
 
-def split_records(file: File, size: int) -> Iterator[Span]:
-    """Runs of records of an ArrayRecord file, about `size` bytes together; remote files are whole."""
+def split_records(file: File, size: int) -> Iterator[FileSpan]:
+    """Runs of records of an ArrayRecord file, about `size` bytes together; a remote file is one span."""
     if file.remote:
-        yield Span(file, 0, -1, 0, file.size)
+        yield FileSpan(file, 0, -1, 0, file.size)
         return
     count = _array_record(Path(file.url)).num_records()
     share = max(1, round(count * size / max(file.size, 1)))
     for lo in range(0, count, share):
         hi = min(lo + share, count)
-        yield Span(file, lo, hi, lo, file.size * (hi - lo) // count)
+        yield FileSpan(file, lo, hi, lo, file.size * (hi - lo) // count)
 
 
-def read_arrayrecord(span: Span, source: SourceConfig, cache: Path) -> Iterator[Item]:
+def read_arrayrecord(span: FileSpan, source: SourceConfig, cache: Path) -> Iterator[Item]:
     """Each record is a document, numbered from 0: ids when dtype is set, JSON when a field is named, else text."""
     reader = _array_record(span.file.local(cache))
     sidecar = None if span.file.remote else read_sidecar(str(Path(span.file.url).parent))
     dtype, masked = (sidecar.dtype, sidecar.scored) if sidecar else (source.dtype, False)
     fields = source.field or source.prompt_field or source.messages_field
     hi = reader.num_records() if span.hi < 0 else span.hi
-    for lo in range(span.lo, hi, ROWS):
+    for lo in range(span.lo, hi, RECORDS_PER_READ):
         try:
-            records = reader.read(lo, min(lo + ROWS, hi))
+            records = reader.read(lo, min(lo + RECORDS_PER_READ, hi))
         except (RuntimeError, IndexError) as error:
-            yield Bad(span.file, f"{span.file.url} cannot be read past record {lo} ({unreadable(error)})")
+            yield BadRecord(span.file, f"{span.file.url} cannot be read past record {lo} ({unreadable(error)})")
             continue
         for number, data in enumerate(records, lo):
             if fields and dtype is None:
@@ -403,17 +407,17 @@ def read_arrayrecord(span: Span, source: SourceConfig, cache: Path) -> Iterator[
             try:
                 yield Record(span.file, number, ids_of(data, dtype, masked) if dtype else decode(data))
             except _UnfitError as error:
-                yield Bad(span.file, f"{span.file.url}, record {number}: {error}")
+                yield BadRecord(span.file, f"{span.file.url}, record {number}: {error}")
 
 
-def ids_of(data: bytes, dtype: str, masked: bool) -> Ids:
-    """Token ids as they lie in a record, little-endian; `masked`: a byte a token follows, whether it is scored."""
+def ids_of(data: bytes, dtype: str, masked: bool) -> TokenIds:
+    """Token ids of a record, little-endian; with `masked`, one byte a token follows: whether it is scored."""
     width = np.dtype(dtype).newbyteorder("<")
     count, rest = divmod(len(data), width.itemsize + masked)
     if rest:
         raise _UnfitError(f"{len(data)} bytes, no whole number of {dtype} token ids")
     scored = np.frombuffer(data, np.bool_, offset=count * width.itemsize) if masked else None
-    return Ids(np.frombuffer(data, width, count), scored)
+    return TokenIds(np.frombuffer(data, width, count), scored)
 
 
 def _array_record(path: Path) -> ArrayRecordReader:
@@ -423,7 +427,7 @@ def _array_record(path: Path) -> ArrayRecordReader:
     except RuntimeError:
         sound = False
     if not sound:
-        raise ConfigError(f"{path} is no whole ArrayRecord file (its index at the end is damaged)")
+        raise ConfigError(f"{path} is no complete ArrayRecord file (its index at the end is damaged)")
     return reader
 
 

@@ -19,7 +19,7 @@ UNIGRAM, BPE = 1, 2
 
 @dataclass(frozen=True)
 class _Model:
-    """What is read of a model file: pieces (text, score, type), kind of model, table and switches of normalisation."""
+    """Content of a model file: pieces (text, score, type), kind of model, normalisation table and switches."""
 
     pieces: list[tuple[str, float, int]]
     kind: int
@@ -51,21 +51,21 @@ def convert(data: bytes) -> Tokenizer:
 
 def _unigram(model: _Model) -> models.Model:
     unknown = next((i for i, piece in enumerate(model.pieces) if piece[2] == UNKNOWN), None)
-    # A text that spells a control piece must not become it: such pieces are worse than any other way to spell it.
+    # Text that spells a control piece must not become it: such pieces score lower than any other segmentation.
     scores = [(text, -1e6 if kind == CONTROL else score) for text, score, kind in model.pieces]
     return models.Unigram(scores, unknown, _has_bytes(model))
 
 
 def _bpe(model: _Model) -> models.Model:
-    """Merges are not stored: each piece is the merge of any two pieces that spell it, the best score first."""
+    """The file has no merges: each piece is the merge of any two pieces that spell it, the best score first."""
     vocabulary = {text: number for number, (text, _, _) in enumerate(model.pieces)}
     unknown = next((text for text, _, kind in model.pieces if kind == UNKNOWN), None)
     merges: list[tuple[str, str]] = []
     normal = [(text, score) for text, score, kind in model.pieces if kind == NORMAL]
     for text, _ in sorted(normal, key=lambda piece: -piece[1]):
         pairs = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
-        merges += sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        spelled = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges += sorted(spelled, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
     return models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=_has_bytes(model))
 
 
@@ -115,11 +115,11 @@ def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
 
     while at < len(data):
         key = varint()
-        number, wire = key >> 3, key & 7
-        if wire == 0:
+        number, encoding = key >> 3, key & 7
+        if encoding == 0:
             yield number, varint()
             continue
-        size = {1: 8, 5: 4}.get(wire) or (varint() if wire == 2 else -1)
+        size = {1: 8, 5: 4}.get(encoding) or (varint() if encoding == 2 else -1)
         if size < 0 or at + size > len(data):
             raise IndexError
         yield number, data[at : at + size]

@@ -15,9 +15,9 @@ import numpy as np
 from jaxtrain.config import ConfigError, SourceConfig
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import File, digest_of, fingerprint, list_files, stat, unreadable
-from jaxtrain.data.readers import KINDS, Bad, Content, Item, Record, Span, read_text, whole
+from jaxtrain.data.readers import KINDS, BadRecord, Content, FileSpan, Item, Record, read_text, whole
 
-FORMAT = "listing-1"
+LISTING_FORMAT = "listing-1"
 TOKEN_SUFFIXES = (".bin",)
 # A file written this recently may be written again without its time moving.
 UNSETTLED_S = 2.0
@@ -53,7 +53,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of one source, in order; those of text that are empty or unreadable are counted and left out."""
+    """The files of one source, in order; empty and unreadable text files are counted and left out."""
 
     where: str
     source: SourceConfig
@@ -66,26 +66,26 @@ class Listing:
         return sum(file.size for file in self.files)
 
     def digest(self, *more: str) -> str:
-        """Fingerprint of files and of every setting that changes what is read of them, and of anything else given."""
+        """Fingerprint of the files, of every setting that changes what is read from them, and of `more`."""
         return fingerprint((f"{f.name}\0{f.size}\0{f.digest}" for f in self.files), _settings(self.source), *more)
 
-    def spans(self, size: int | None = None) -> Iterator[Span]:
+    def spans(self, size: int | None = None) -> Iterator[FileSpan]:
         """The files, whole (None) or cut into spans of about `size` bytes."""
         split = KINDS[self.source.kind].split if self.source.kind in KINDS else whole
         for file in self.files:
             yield from split(file, size or max(file.size, 1))
 
-    def records(self, spans: Iterable[Span], on_bad: str, tally: Tally, cache: Path) -> Iterator[Record]:
-        """Records of spans that hold something, at most max_documents.
+    def records(self, spans: Iterable[FileSpan], on_bad: str, tally: Tally, cache: Path) -> Iterator[Record]:
+        """Records of spans that are not empty, at most max_documents.
 
         Raises ConfigError for a bad record when `on_bad` is "fail", and when a file changed since it was listed.
         """
         return islice(self._records(spans, on_bad, tally, cache), self.source.max_documents)
 
-    def _records(self, spans: Iterable[Span], on_bad: str, tally: Tally, cache: Path) -> Iterator[Record]:
+    def _records(self, spans: Iterable[FileSpan], on_bad: str, tally: Tally, cache: Path) -> Iterator[Record]:
         for span in spans:
             for item in KINDS[self.source.kind].read(span, self.source, cache):
-                if isinstance(item, Bad):
+                if isinstance(item, BadRecord):
                     refuse_or_count(item, self.where, on_bad, tally)
                 elif not _size(item.content):
                     tally.empty += 1
@@ -94,15 +94,15 @@ class Listing:
             now = stat(span.file.url, span.file.name)
             if now is None or (now.size, now.stamp) != (span.file.size, span.file.stamp):
                 raise ConfigError(
-                    f"{span.file.url} changed while the corpus was being built: start again when it is at rest"
+                    f"{span.file.url} changed while the corpus was being built: start again when nothing writes to it"
                 )
 
 
-def refuse_or_count(bad: Bad, where: str, on_bad: str, tally: Tally) -> None:
+def refuse_or_count(bad: BadRecord, where: str, on_bad: str, tally: Tally) -> None:
     """Raise ConfigError for a record that cannot be read, or count it."""
     if on_bad == "fail":
         raise ConfigError(
-            f"{where}: {bad.message}: mend that, leave the file out with {where}.exclude: [{bad.file.name!r}], or "
+            f"{where}: {bad.message}: fix it, leave the file out with {where}.exclude: [{bad.file.name!r}], or "
             "leave such records out with data.on_bad_record: skip"
         )
     tally.skip(bad.message)
@@ -112,15 +112,16 @@ def list_source(source: SourceConfig, where: str, cache: Path, on_bad: str = "fa
     """List the files of a source by relative path with digests of their content; text is checked to be text.
 
     Files whose sizes and times are those of an earlier listing are not read again.
-    Raises ConfigError naming setting, file and mend: path missing, nothing to read, binary or undecodable file.
+    Raises ConfigError naming setting, file and fix: path missing, nothing to read, binary or undecodable file.
     """
     suffixes = TOKEN_SUFFIXES if source.kind == "tokens" else KINDS[source.kind].suffixes
     files = list_files(source, where, suffixes)
     if source.kind == "hf":
-        files = _saved(source, where, files)
+        files = _dataset_files(source, where, files)
     if source.kind == "tokens":
         return Listing(where, source, tuple(files), Tally())
-    key = fingerprint((f"{f.name}\0{f.url}\0{f.size}\0{f.stamp}" for f in files), _settings(source), on_bad, FORMAT)
+    versions = (f"{f.name}\0{f.url}\0{f.size}\0{f.stamp}" for f in files)
+    key = fingerprint(versions, _settings(source), on_bad, LISTING_FORMAT)
     record = cache / "listings" / f"{key}.json"
     if (found := _remembered(record)) is not None:
         return replace(found, where=where, source=source)
@@ -147,7 +148,7 @@ def is_held_out(name: str, share: float) -> bool:
 
 
 def records_held_out(file: str, indices: np.ndarray, share: float) -> np.ndarray:
-    """The same for numbered documents of a file (bool): numbers are hashed together, added files move no other."""
+    """The same for numbered documents of a file (bool). Adding files or documents does not move the others."""
     # splitmix64 (Steele, Lea and Flood 2014) of the number, begun at the name's hash.
     z = (indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_hash(file))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -155,7 +156,7 @@ def records_held_out(file: str, indices: np.ndarray, share: float) -> np.ndarray
     return (z ^ (z >> np.uint64(31))).astype(np.float64) < share * 2.0**64
 
 
-def held_out(file: str, index: int | None, share: float) -> bool:
+def is_record_held_out(file: str, index: int | None, share: float) -> bool:
     """Whether one document belongs to the held-out share."""
     if index is None:
         return is_held_out(file, share)
@@ -165,9 +166,9 @@ def held_out(file: str, index: int | None, share: float) -> bool:
 def training_texts(
     listings: Sequence[Listing], share: float, on_bad: str, cache: Path, limit: int
 ) -> tuple[str, Callable[[], Iterator[str]]]:
-    """A key and the texts, about `limit` bytes not held out, that a tokenizer is trained on.
+    """A key and the texts that a tokenizer is trained on: about `limit` bytes that are not held out.
 
-    Files of text come in order of a hash of their content; of a file of records the first ones, from each its share.
+    Text files come in order of a hash of their content; a file of records gives its first records, up to its share.
     """
     total = sum(listing.bytes for listing in listings)
     scale = limit / max(total, 1)
@@ -186,7 +187,7 @@ def training_texts(
 
 
 def _settings(source: SourceConfig) -> str:
-    """Everything of a source that changes what is read of its files."""
+    """Every setting of a source that changes what is read from its files."""
     elsewhere = {"weight", "epochs", "include", "exclude", source.kind}
     return source.kind + json.dumps(source.model_dump(mode="json", exclude=elsewhere), sort_keys=True)
 
@@ -212,7 +213,7 @@ def _sample(listing: Listing, share: float, budget: float) -> list[File]:
 def _texts(listing: Listing, file: File, share: float, on_bad: str, cache: Path, budget: float) -> Iterator[str]:
     spans = KINDS[listing.source.kind].split(file, max(file.size, 1))
     for record in listing.records(spans, on_bad, Tally(), cache):
-        if held_out(file.name, record.index, share):
+        if is_record_held_out(file.name, record.index, share):
             continue
         texts = texts_of(record.content)
         yield from texts
@@ -235,9 +236,9 @@ def _size(content: Content) -> int:
 
 
 def _digested(source: SourceConfig, where: str, files: Sequence[File], on_bad: str) -> Listing:
-    tally, kept = Tally(), list[File]()
+    tally, found = Tally(), list[File]()
     for file in files:
-        if source.kind == "text" and len(kept) == source.max_documents:
+        if source.kind == "text" and len(found) == source.max_documents:
             break
         if source.kind == "text":
             data = _checked_text(file, where, on_bad, tally)
@@ -245,19 +246,19 @@ def _digested(source: SourceConfig, where: str, files: Sequence[File], on_bad: s
         else:
             digest = _checked_digest(source, file, where, on_bad, tally)
         if digest:
-            kept.append(replace(file, digest=digest))
-    if not kept:
+            found.append(replace(file, digest=digest))
+    if not found:
         raise ConfigError(
             f"{where}.{source.kind} is {source.path!r}: no file with text matches include {source.include} "
             f"and exclude {source.exclude} ({tally.empty} empty, {tally.skipped} unreadable): "
-            "widen include, or name another place"
+            "widen include, or name another path"
         )
-    return Listing(where, source, tuple(kept), tally)
+    return Listing(where, source, tuple(found), tally)
 
 
 def _checked_text(file: File, where: str, on_bad: str, tally: Tally) -> bytes:
-    """The bytes of a file of text; none when it is empty or unreadable, which is counted."""
-    item: Item | None = next(read_text(Span(file, 0, file.size, 0, file.size)), None)
+    """The bytes of a text file; none when it is empty or unreadable, which is counted."""
+    item: Item | None = next(read_text(FileSpan(file, 0, file.size, 0, file.size)), None)
     if isinstance(item, Record):
         assert isinstance(item.content, str)
         return item.content.encode()
@@ -274,19 +275,19 @@ def _checked_digest(source: SourceConfig, file: File, where: str, on_bad: str, t
         tally.empty += 1
         return ""
     try:
-        # A file's spans are known from its table of contents: that it is whole is seen before anything is built.
+        # Reading a file's table of contents detects a truncated file before anything is built.
         list(KINDS[source.kind].split(file, file.size))
-        # Object storage tells versions apart, and reading it is dear.
+        # Object storage reports versions, and reading whole objects is slow.
         return fingerprint([file.stamp]) if file.remote and file.stamp else digest_of(file)
     except OSError as error:
-        refuse_or_count(Bad(file, f"{file.url} cannot be read ({unreadable(error)})"), where, on_bad, tally)
+        refuse_or_count(BadRecord(file, f"{file.url} cannot be read ({unreadable(error)})"), where, on_bad, tally)
     except ConfigError as error:
-        refuse_or_count(Bad(file, str(error)), where, on_bad, tally)
+        refuse_or_count(BadRecord(file, str(error)), where, on_bad, tally)
     return ""
 
 
 def _remembered(record: Path) -> Listing | None:
-    """A listing of the same files, if one was written; a damaged one counts as none."""
+    """A listing of the same files, if there is one; a damaged one is removed."""
     try:
         tree = json.loads(record.read_text())
         files = tuple(File(**entry) for entry in tree["files"])
@@ -298,7 +299,7 @@ def _remembered(record: Path) -> Listing | None:
         return None
 
 
-def _saved(source: SourceConfig, where: str, files: list[File]) -> list[File]:
+def _dataset_files(source: SourceConfig, where: str, files: list[File]) -> list[File]:
     """The Arrow files, in order, that state.json of a folder saved by the datasets library lists; all without one."""
     root = source.path if "://" in source.path else str(Path(source.path).expanduser())
     root = root.rstrip("/")

@@ -17,10 +17,10 @@ Version = tuple[int, int]
 
 
 class Stored:
-    """A file of numbers, sliced like an array; each slice is read when it is asked for.
+    """A file of numbers, sliced like an array; each slice is read on access.
 
-    A memory map would leave every page it touched in the resident memory of this process, and kill it where the file
-    was cut short meanwhile; that is a ConfigError here. Raises OSError when the file cannot be opened.
+    A memory map would keep every page it touched in this process' resident memory, and would kill the process if the
+    file was truncated meanwhile; here that is a ConfigError. Raises OSError when the file cannot be opened.
     """
 
     def __init__(self, path: Path, dtype: np.dtype | type) -> None:
@@ -33,25 +33,27 @@ class Stored:
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, place: slice, /) -> np.ndarray:
-        start, stop, step = place.indices(self._length)
-        assert step == 1, place
+    def __getitem__(self, span: slice, /) -> np.ndarray:
+        start, stop, step = span.indices(self._length)
+        assert step == 1, span
         width = self._dtype.itemsize
         try:
             file = _opened(self._path, self._version)
             data = os.pread(file.number, max(stop - start, 0) * width, start * width)
         except OSError as error:
-            raise ConfigError(f"{self._path} cannot be read any more ({error.strerror}): mend that, resume") from None
+            raise ConfigError(
+                f"{self._path} cannot be read any more ({error.strerror}): restore the file, then resume"
+            ) from None
         if len(data) != max(stop - start, 0) * width:
             raise ConfigError(
-                f"{self._path} was cut short under this run: {len(data)} bytes at {start * width} where "
+                f"{self._path} was truncated during this run: {len(data)} bytes at {start * width} where "
                 f"{(stop - start) * width} were; restore the file, then resume"
             )
         return np.frombuffer(data, self._dtype)
 
 
 class _File:
-    """An open file, closed with its last user."""
+    """An open file, closed when its last user is gone."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY)
@@ -63,5 +65,5 @@ def _opened(path: Path, version: Version) -> _File:
     file = _File(path)
     status = os.fstat(file.number)
     if (status.st_ino, status.st_mtime_ns) != version:
-        raise ConfigError(f"{path} was written anew under this run: restore the file, then resume")
+        raise ConfigError(f"{path} was replaced during this run: restore the file, then resume")
     return file

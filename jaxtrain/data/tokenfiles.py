@@ -1,8 +1,8 @@
-"""Token files: Megatron's .bin/.idx and flat .bin, memory-mapped; the sidecar that tells which tokenizer wrote them.
+"""Token files: Megatron's .bin/.idx and flat .bin; the sidecar that records which tokenizer wrote them.
 
 An index (Megatron-LM, megatron/core/datasets/indexed_dataset.py) is, little-endian: 9 bytes of magic, version 1 (u64),
 code of the dtype (u8), number of sequences (u64), number of document borders (u64); then the sequences' lengths in
-tokens (i32), their places in bytes (i64), and the documents' borders in sequences (i64, the first is 0).
+tokens (i32), their offsets in bytes (i64), and the documents' borders in sequences (i64, the first is 0).
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import numpy as np
 
 from jaxtrain.config import ConfigError, SourceConfig
 from jaxtrain.data.cache import build_once
-from jaxtrain.data.files import BLOCK, File, fingerprint, sampled_digest, unreadable
+from jaxtrain.data.files import READ_BLOCK, File, fingerprint, sampled_digest, unreadable
 from jaxtrain.data.stored import Stored
 
-MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")
-DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
-CODES = {name: code for code, name in DTYPES.items()}
+INDEX_MAGIC = b"MMIDIDX\x00\x00"
+INDEX_HEADER = struct.Struct("<9sQBQQ")
+INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+INDEX_CODES = {name: code for code, name in INDEX_DTYPES.items()}
 SIDECAR, PARTIAL, TOKENIZER = "tokens.json", "tokens.partial.json", "tokenizer.json"
-SCORED = ".scored"
+SCORED_SUFFIX = ".scored"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Counts of one written shard; `largest` is its largest token id, `bytes` those of the text it was made of.
+    """Counts of one written shard: `largest` is its largest token id, `bytes` the size of its text before tokenizing.
 
-    A unit of input that held no document has counts but no file; `reasons` are the first of what was skipped.
+    A unit of input without a document has counts but no file. `reasons` says why the first records were skipped.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What tokens.json beside token shards says: format, dtype, whether tokens are masked, tokenizer, shards."""
+    """Content of tokens.json beside token shards: format, dtype, whether tokens are masked, tokenizer, shards."""
 
     format: str
     dtype: str
@@ -103,7 +103,7 @@ def read_sidecar(folder: str) -> Sidecar | None:
     return _sidecar(path, path.stat().st_mtime_ns)
 
 
-@lru_cache(maxsize=16)  # asked for each of thousands of shards
+@lru_cache(maxsize=16)  # called for each of thousands of shards
 def _sidecar(path: Path, version: int) -> Sidecar:
     try:
         tree = json.loads(path.read_text())
@@ -114,9 +114,9 @@ def _sidecar(path: Path, version: int) -> Sidecar:
 
 
 def open_token_file(file: File, source: SourceConfig, eos: int, vocab_size: int, cache: Path) -> TokenFile:
-    """Map a token file; nothing of its size is read but, once for each version of a file without sidecar, its ids.
+    """Open a token file. The ids of a file without sidecar are scanned once for each version; nothing else is read.
 
-    Raises ConfigError naming the file and the place: truncated, index that does not fit, an id beyond the vocabulary.
+    Raises ConfigError naming the file and the token: truncated, wrong index, an id beyond the vocabulary.
     """
     path, index = file.local(cache), file.sibling(".idx")
     sidecar = None if file.remote else read_sidecar(str(path.parent))
@@ -152,28 +152,29 @@ def open_token_file(file: File, source: SourceConfig, eos: int, vocab_size: int,
 def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray, np.ndarray]:
     """dtype, starts and stops (in tokens, int64) of the documents of an index whose .bin has `size` bytes.
 
-    Raises ConfigError: no index, cut short, or it describes another file.
+    Raises ConfigError: not an index, truncated, or it describes another file.
     """
     raw = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
-    header = raw[: HEADER.size].tobytes()
-    magic, version, code, sequences, borders = HEADER.unpack(header) if len(header) == HEADER.size else (b"",) * 5
-    if magic != MAGIC or version != 1 or code not in DTYPES:
+    header = raw[: INDEX_HEADER.size].tobytes()
+    whole = len(header) == INDEX_HEADER.size
+    magic, version, code, sequences, borders = INDEX_HEADER.unpack(header) if whole else (b"",) * 5
+    if magic != INDEX_MAGIC or version != 1 or code not in INDEX_DTYPES:
         raise ConfigError(
             f"{path} is no Megatron index (magic {magic!r}, version {version}, dtype {code}): remove it if the .bin is "
-            f"flat; known are version 1 and dtypes {', '.join(DTYPES.values())}"
+            f"flat; known are version 1 and dtypes {', '.join(INDEX_DTYPES.values())}"
         )
-    dtype = np.dtype(DTYPES[code]).newbyteorder("<")
-    need = HEADER.size + 12 * sequences + 8 * borders
+    dtype = np.dtype(INDEX_DTYPES[code]).newbyteorder("<")
+    need = INDEX_HEADER.size + 12 * sequences + 8 * borders
     if len(raw) < need or not sequences:
         raise ConfigError(
             f"{path} is cut short: {len(raw)} bytes where {sequences} sequences need {need}; fetch it again"
         )
-    sizes = np.frombuffer(raw, "<i4", sequences, HEADER.size)
-    places = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
-    documents = np.frombuffer(raw, "<i8", borders, HEADER.size + 12 * sequences)
+    sizes = np.frombuffer(raw, "<i4", sequences, INDEX_HEADER.size)
+    offsets = np.frombuffer(raw, "<i8", sequences, INDEX_HEADER.size + 4 * sequences)
+    documents = np.frombuffer(raw, "<i8", borders, INDEX_HEADER.size + 12 * sequences)
     ends = np.cumsum(sizes, dtype=np.int64)
     fits = (
-        (places == (ends - sizes) * dtype.itemsize).all()
+        (offsets == (ends - sizes) * dtype.itemsize).all()
         and (sizes >= 0).all()
         and borders > 1
         and documents[0] == 0
@@ -181,7 +182,9 @@ def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray, np.ndarray]
         and (np.diff(documents) >= 0).all()
     )
     if not fits:
-        raise ConfigError(f"{path} is damaged: its places, lengths and documents contradict each other; write it again")
+        raise ConfigError(
+            f"{path} is damaged: its offsets, lengths and documents contradict each other; write it again"
+        )
     if ends[-1] * dtype.itemsize != size:
         raise ConfigError(
             f"{path.with_suffix('.bin')} has {size} bytes where its index describes {ends[-1]} tokens of {dtype.name}, "
@@ -192,11 +195,11 @@ def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray, np.ndarray]
 
 
 class TokenWriter:
-    """Writes one shard NAME.bin with NAME.idx (and NAME.scored, a byte a token); whole or absent under its name."""
+    """Writes one shard NAME.bin with NAME.idx (and NAME.scored, a byte a token), renamed to NAME when complete."""
 
     def __init__(self, path: Path, dtype: str, scored: bool) -> None:
         self._path, self._dtype, self._scored = path, np.dtype(dtype), scored
-        self._suffixes = (".bin", *([SCORED] if scored else []), ".idx")
+        self._suffixes = (".bin", *([SCORED_SUFFIX] if scored else []), ".idx")
         self._files: list[BinaryIO] = []
         self._sizes: list[int] = []
 
@@ -226,9 +229,9 @@ class TokenWriter:
 
 
 def write_index(path: Path, dtype: str, sizes: np.ndarray) -> None:
-    """Write the index of documents of these sizes in tokens, each one sequence, that lie one after another."""
+    """Write the index of consecutive documents of these sizes in tokens, each one sequence."""
     with path.open("wb") as file:
-        file.write(HEADER.pack(MAGIC, 1, CODES[dtype], len(sizes), len(sizes) + 1))
+        file.write(INDEX_HEADER.pack(INDEX_MAGIC, 1, INDEX_CODES[dtype], len(sizes), len(sizes) + 1))
         sizes.astype("<i4").tofile(file)
         ((np.cumsum(sizes) - sizes) * np.dtype(dtype).itemsize).astype("<i8").tofile(file)
         np.arange(len(sizes) + 1, dtype="<i8").tofile(file)
@@ -240,14 +243,14 @@ def token_dtype(vocab_size: int) -> str:
 
 
 def _map_scored(file: File, path: Path, count: int) -> Stored:
-    beside = path.with_suffix(SCORED)
+    beside = path.with_suffix(SCORED_SUFFIX)
     if not beside.exists() or beside.stat().st_size != count:
         raise ConfigError(f"{beside}, the loss mask of {file.url}, is missing or cut short: write the shards again")
     return Stored(beside, np.bool_)
 
 
 def _scanned(path: Path, file: File, dtype: np.dtype, eos: int | None, cache: Path) -> tuple[int, int, np.ndarray]:
-    """Largest and smallest id, and the documents' ends after each `eos`; read in blocks, once for a file's version."""
+    """Largest and smallest id, and the ends of documents after each `eos`; scanned once for a file's version."""
 
     def scan(target: Path) -> None:
         largest, smallest, ends, at = 0, 0, [], 0
@@ -267,17 +270,17 @@ def _scanned(path: Path, file: File, dtype: np.dtype, eos: int | None, cache: Pa
 
 def _blocks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
-        while len(block := np.fromfile(file, dtype, 8 * BLOCK)):
+        while len(block := np.fromfile(file, dtype, 8 * READ_BLOCK)):
             yield block
 
 
 def _refuse_id(file: File, tokens: Stored, vocab_size: int) -> None:
-    for at in range(0, len(tokens), 8 * BLOCK):
-        block = tokens[at : at + 8 * BLOCK]
+    for at in range(0, len(tokens), 8 * READ_BLOCK):
+        block = tokens[at : at + 8 * READ_BLOCK]
         if len(bad := np.flatnonzero((block >= vocab_size) | (block < 0))):
             raise ConfigError(
                 f"{file.url} has token id {block[bad[0]]} at token {at + bad[0]}, beyond the tokenizer's vocabulary of "
                 f"{vocab_size} (ids 0..{vocab_size - 1}): name the tokenizer that wrote it in data.tokenizer.path, or "
                 "set dtype of the source"
             )
-    raise ConfigError(f"{file.url} differs from what {SIDECAR} beside it says: write the shards again")
+    raise ConfigError(f"{file.url} differs from {SIDECAR} beside it: write the shards again")

@@ -1,7 +1,7 @@
-"""Sources -> a folder of token shards: in parallel, and after a kill with the shards that are missing.
+"""Sources -> a folder of token shards, written in parallel; an interrupted job resumes with the missing shards.
 
-The input is cut into units of about equal size, each of which becomes one shard, whole or absent, with a record of its
-counts. When all are there the records are joined into tokens.json, beside tokenizer.json.
+The input is cut into units of about equal size. Each unit becomes one shard, complete or absent, with a record of its
+counts. At the end the records are joined into tokens.json, beside tokenizer.json.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data.corpus import cache_of, encode_records, list_sources, progress_bar, sidecars_of, tokenizer_of
 from jaxtrain.data.files import fingerprint, unreadable
-from jaxtrain.data.readers import Ids, Record, Span
+from jaxtrain.data.readers import FileSpan, Record, TokenIds
 from jaxtrain.data.sources import Listing, Tally
 from jaxtrain.data.tokenfiles import (
     PARTIAL,
@@ -43,17 +43,17 @@ from jaxtrain.data.tokenfiles import (
 from jaxtrain.data.tokenizer import TextTokenizer
 
 Format = Literal["bin", "arrayrecord"]
-FORMAT = "shards-1"
+SHARDS_FORMAT = "shards-1"
 UNIT_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """What becomes one shard: its name and the spans of one source."""
+    """The input of one shard: its name and spans of one source."""
 
     name: str
     listing: Listing
-    spans: tuple[Span, ...]
+    spans: tuple[FileSpan, ...]
 
     @property
     def bytes(self) -> int:
@@ -62,7 +62,7 @@ class _Unit:
 
 @dataclass(frozen=True)
 class _Job:
-    """What every unit has in common."""
+    """Settings that all units share."""
 
     out: Path
     tokenizer: TextTokenizer
@@ -79,7 +79,7 @@ class _Job:
 def tokenize(
     config: RunConfig, out: Path, format: Format = "bin", workers: int = 1, unit_bytes: int = UNIT_BYTES
 ) -> dict[str, Any]:
-    """Write the sources of a run as token shards into `out`, whole shards being left as they are; returns the counts.
+    """Write the sources of a run as token shards into `out` and return the counts; finished shards are not rewritten.
 
     Raises ConfigError as `prepare` does, and when `out` holds something else.
     """
@@ -93,7 +93,7 @@ def tokenize(
         scored = any(_is_masked(listing) for listing in listings)
         job = _Job(out, tokenizer, format, scored, data.on_bad_record, cache)
         key = fingerprint(
-            (listing.digest() for listing in listings), tokenizer.fingerprint, format, str(unit_bytes), FORMAT
+            (listing.digest() for listing in listings), tokenizer.fingerprint, format, str(unit_bytes), SHARDS_FORMAT
         )
         units = [unit for number, listing in enumerate(listings) for unit in _units(number, listing, unit_bytes)]
         written = _begin(job, key)
@@ -101,8 +101,8 @@ def tokenize(
             task = progress.add_task("tokenizing", total=sum(unit.bytes for unit in units))
             missing = [unit for unit in units if not _record(out, unit).exists()]
             progress.advance(task, sum(unit.bytes for unit in units) - sum(unit.bytes for unit in missing))
-            for unit in _run(job, missing, workers):
-                progress.advance(task, unit)
+            for done in _run(job, missing, workers):
+                progress.advance(task, done)
             _finish(job, key, units)
     sidecar = read_sidecar(str(out))
     assert sidecar is not None
@@ -125,9 +125,9 @@ def _is_masked(listing: Listing) -> bool:
 
 
 def _units(number: int, listing: Listing, size: int) -> Iterator[_Unit]:
-    """Neighbouring spans joined up to `size` bytes; one unit where max_documents are counted in order."""
+    """Consecutive spans joined up to `size` bytes; one unit where max_documents counts documents in order."""
     whole = listing.source.max_documents is not None or listing.source.kind == "tokens"
-    spans: list[Span] = []
+    spans: list[FileSpan] = []
     count = 0
     for span in listing.spans(None if whole else size):
         if spans and sum(s.bytes for s in spans) + span.bytes > size and listing.source.max_documents is None:
@@ -142,7 +142,7 @@ def _record(out: Path, unit: _Unit) -> Path:
 
 
 def _begin(job: _Job, key: str) -> bool:
-    """Make or check the folder; True when everything is there already."""
+    """Create or check the folder; True when all shards exist already."""
     out = job.out
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -190,7 +190,7 @@ def _run(job: _Job, units: Sequence[_Unit], workers: int) -> Iterator[int]:
         for unit in units:
             yield _shard(job, unit)
         return
-    # A forked copy of a process that has used the tokenizer's threads would wait for them for ever.
+    # A forked child of a process that has used the tokenizer's threads would wait for them forever.
     context = multiprocessing.get_context("spawn")
     with (
         _threads(max(1, (os.cpu_count() or 1) // workers)),
@@ -203,8 +203,8 @@ def _run(job: _Job, units: Sequence[_Unit], workers: int) -> Iterator[int]:
                 yield from (future.result() for future in done)
         except BrokenProcessPool:
             raise ConfigError(
-                f"a process of {workers} was killed, perhaps for want of memory: run the same command again, it goes "
-                "on with the shards that are missing, with fewer --workers"
+                f"one of {workers} processes was killed, perhaps out of memory: run the same command again with fewer "
+                "--workers; it resumes with the missing shards"
             ) from None
         finally:
             for future in waiting:
@@ -213,7 +213,7 @@ def _run(job: _Job, units: Sequence[_Unit], workers: int) -> Iterator[int]:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Threads of the tokenizer in each process that is started."""
+    """Set the number of tokenizer threads of each process that is started."""
     before = os.environ.get("RAYON_NUM_THREADS")
     os.environ["RAYON_NUM_THREADS"] = before or str(count)
     try:
@@ -224,7 +224,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _follow_parent() -> None:
-    """End this process with the one that started it, however that one ends."""
+    """End this process when the process that started it ends, however it ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -241,7 +241,8 @@ def _shard(job: _Job, unit: _Unit) -> int:
         return _write_shard(job, unit)
     except OSError as error:
         raise ConfigError(
-            f"--out {job.out} cannot be written ({unreadable(error)}): make room, the same command goes on"
+            f"--out {job.out} cannot be written ({unreadable(error)}): free some space and run "
+            "the same command again; it resumes"
         ) from None
 
 
@@ -277,7 +278,7 @@ def _token_records(job: _Job, unit: _Unit, tally: Tally) -> Iterator[Record]:
                 tally.empty += 1
                 continue
             yield Record(
-                span.file, number, Ids(file.tokens[lo:hi], None if file.scored is None else file.scored[lo:hi])
+                span.file, number, TokenIds(file.tokens[lo:hi], None if file.scored is None else file.scored[lo:hi])
             )
         left = None if left is None else left - len(file.starts[:left])
 
@@ -288,7 +289,7 @@ def _writer(job: _Job, unit: _Unit) -> TokenWriter | RecordWriter:
 
 
 class RecordWriter:
-    """Writes one shard NAME.array_record, a document a record: ids, then where masked a byte a token."""
+    """Writes one shard NAME.array_record, a document a record: ids, then with a mask one byte a token."""
 
     def __init__(self, path: Path, dtype: str, scored: bool) -> None:
         self._path, self._dtype, self._scored = path.with_suffix(".array_record"), np.dtype(dtype), scored

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import fingerprint, unreadable
-from jaxtrain.data.readers import Content, Ids
+from jaxtrain.data.readers import Content, TokenIds
 from jaxtrain.data.sentencepiece import convert
 
 BOS, EOS = "<|bos|>", "<|eos|>"
-# How published tokenizers call the two, first found wins.
+# Names of the two tokens in published tokenizers; the first one found is used.
 BOS_NAMES = (BOS, "<|begin_of_text|>", "<s>", "<bos>")
 EOS_NAMES = (EOS, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 Texts = Callable[[], Iterator[str]]
@@ -26,7 +26,7 @@ Texts = Callable[[], Iterator[str]]
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer with the ids that open (None: nothing does) and close a document, and its source text as JSON."""
+    """A tokenizer as JSON, with the ids of the tokens that begin (None: no such token) and end a document."""
 
     json: str
     bos: int | None
@@ -52,26 +52,27 @@ class TextTokenizer:
         return 1 + max(self.inner.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt: the opening token, if there is one, then the text; nothing closes it."""
-        return self._opening + self.inner.encode(text, add_special_tokens=False).ids
+        """Token ids of a prompt: the token that begins a document, if there is one, then the text."""
+        return self._begin + self.inner.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of whole documents, opened and closed; the texts are encoded in parallel."""
+        """Token ids of documents with the tokens that begin and end them; the texts are encoded in parallel."""
         encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [self._opening + encoding.ids + [self.eos] for encoding in encodings]
+        return [self._begin + encoding.ids + [self.eos] for encoding in encodings]
 
     def encode_contents(self, contents: Sequence[Content]) -> list[tuple[np.ndarray, np.ndarray | None]]:
-        """Token ids of documents and, for turns, which of them are scored as targets (bool; None is all).
+        """Token ids of documents and, for chat turns, which of them are scored as targets (bool; None is all).
 
-        Texts and turns are opened and closed; token ids are taken as they are. Each turn is encoded on its own, so a
-        border between turns is a border between tokens, as when the model is later asked with the first turns alone.
+        Texts and chats get the tokens that begin and end a document; token ids are not changed. Each turn is encoded
+        separately, so that a border between turns is a border between tokens, as when the model is later prompted with
+        the first turns.
         """
         texts = [
             part
             for content in contents
             for part in (
                 [content] if isinstance(content, str) else
-                [] if isinstance(content, Ids) else
+                [] if isinstance(content, TokenIds) else
                 [turn.text for turn in content if not turn.special]
             )
         ]  # fmt: skip
@@ -81,11 +82,11 @@ class TextTokenizer:
     def _document(
         self, content: Content, encoded: Iterator[tokenizers.Encoding]
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        if isinstance(content, Ids):
+        if isinstance(content, TokenIds):
             return content.ids, content.scored
         if isinstance(content, str):
-            return np.array([*self._opening, *next(encoded).ids, self.eos]), None
-        ids, scored = list(self._opening), [False] * len(self._opening)
+            return np.array([*self._begin, *next(encoded).ids, self.eos]), None
+        ids, scored = list(self._begin), [False] * len(self._begin)
         for turn in content:
             part = self._special(turn.text) if turn.special else next(encoded).ids
             ids += part
@@ -93,7 +94,7 @@ class TextTokenizer:
         return np.array([*ids, self.eos]), np.array([*scored, content[-1].scored])
 
     def _special(self, text: str) -> list[int]:
-        """Token ids of a template's text, in which names of special tokens count."""
+        """Token ids of a template's text, in which names of special tokens are special."""
         if text not in self._specials:
             tokenizer = Tokenizer.from_str(self.json)
             self._specials[text] = tokenizer.encode(text, add_special_tokens=False).ids
@@ -108,14 +109,14 @@ class TextTokenizer:
         return self.inner.decode(list(ids), skip_special_tokens=True)
 
     @property
-    def _opening(self) -> list[int]:
+    def _begin(self) -> list[int]:
         return [] if self.bos is None else [self.bos]
 
 
 def prepare_tokenizer(config: RunConfig, beside: Path | None, key: str, texts: Texts, cache: Path) -> TextTokenizer:
     """Load `data.tokenizer.path`, or the tokenizer `beside` token shards, or train one on `texts`, once for a `key`.
 
-    Raises ConfigError: file unreadable, no closing token, an id beyond model.vocab_size.
+    Raises ConfigError: file unreadable, no token that ends a document, an id beyond model.vocab_size.
     """
     settings = config.data.tokenizer
     if settings.path is not None:
@@ -135,7 +136,7 @@ def prepare_tokenizer(config: RunConfig, beside: Path | None, key: str, texts: T
 def load_tokenizer(path: Path) -> TextTokenizer:
     """Read a tokenizer.json, or a sentencepiece .model.
 
-    Raises ConfigError when it is neither, or names no token that closes a document.
+    Raises ConfigError when it is neither, or has no token that ends a document.
     """
     what = "sentencepiece model" if path.suffix == ".model" else "tokenizer.json"
     try:
@@ -150,7 +151,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     eos = next((vocabulary[name] for name in EOS_NAMES if name in vocabulary), None)
     if eos is None:
         raise ConfigError(
-            f"data.tokenizer.path {path} has no token that closes a document: add one of {', '.join(EOS_NAMES)} to it"
+            f"data.tokenizer.path {path} has no token that ends a document: add one of {', '.join(EOS_NAMES)} to it"
         )
     return TextTokenizer(json, bos, eos)
 

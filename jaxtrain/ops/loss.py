@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain.mesh.constraints import active_axes, active_mesh, constrain
-
-IGNORE = -1
-"""Label of a position that is not scored."""
+from jaxtrain.numerics.labels import IGNORE
 
 # Tokens of a row whose logits exist at once: few enough that logits never fill the memory, and, since each chunk reads
 # and writes the whole [D, V] gradient of the head, enough to pay for that.

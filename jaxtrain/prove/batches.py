@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.data import FIELDS, IGNORE, Documents
 from jaxtrain.data.mixing import Mixture
-from jaxtrain.data.packing import HostBatch, Rows, Span, fill
+from jaxtrain.data.packing import HostBatch, PackedSequences, PieceSpan, fill
 from jaxtrain.data.pieces import cut
 
 MAX_DOCUMENTS = 3
@@ -25,10 +25,10 @@ class StepBatch:
     """The documents of one step, and the spans of tokens that each sequence holds."""
 
     documents: Documents
-    sequences: tuple[tuple[Span, ...], ...]
+    sequences: tuple[tuple[PieceSpan, ...], ...]
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[PieceSpan, ...]:
         """All spans, in document order."""
         return tuple(sorted(span for sequence in self.sequences for span in sequence))
 
@@ -88,7 +88,7 @@ def repack(step_batch: StepBatch, packing: str, seq_len: int) -> StepBatch:
     mixture = Mixture(cut(step_batch.documents, seq_len), [1.0], [1], seed=0, shuffle=False)
     repacked = StepBatch(
         step_batch.documents,
-        tuple(map(tuple, Rows(mixture, length=seq_len, packing=packing, bins=4, shuffle=False))),
+        tuple(map(tuple, PackedSequences(mixture, seq_len=seq_len, packing=packing, bins=4, shuffle=False))),
     )
     targets = np.concatenate([np.arange(start, start + size) for _, start, size in repacked.spans])
     expected = np.concatenate([np.arange(start, start + size) for _, start, size in step_batch.spans])

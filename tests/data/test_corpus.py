@@ -1,4 +1,4 @@
-"""Folders of text -> tokenized, split, cached corpora; every fault one message that names file and mend."""
+"""Folders of text -> tokenized, split, cached corpora; every fault is one message that names file and fix."""
 
 import os
 import subprocess
@@ -224,7 +224,7 @@ def test_unfit_tokenizers(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"broken.json is not a readable tokenizer.json"):
         load_tokenizer(tmp_path / "broken.json")
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(tmp_path / "open.json"))
-    with pytest.raises(ConfigError, match=r"open.json has no token that closes a document.*</s>"):
+    with pytest.raises(ConfigError, match=r"open.json has no token that ends a document.*</s>"):
         load_tokenizer(tmp_path / "open.json")
 
 

@@ -1,4 +1,4 @@
-"""Loss masks from data: hand-built examples, no off-by-one, and what is not scored changes no loss and no gradient."""
+"""Loss masks from data: hand-built examples, no off-by-one; unscored tokens change no loss and no gradient."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def test_prompt_and_response_by_hand(tmp_path):
     corpus = corpus_of(tmp_path, [{"q": "w1 w2", "a": "w3 w4"}], **PAIR)
     assert corpus.train[0].tolist() == [BOS, *w(1, 2, 3, 4), EOS]
     assert corpus.train.scored[0:6].tolist() == [False, False, False, True, True, True]
-    (batch,) = held_out_batches(corpus.train, length=8, global_batch=1, batches=1)
+    (batch,) = held_out_batches(corpus.train, seq_len=8, global_batch=1, batches=1)
     assert batch["tokens"].tolist() == [[BOS, *w(1, 2, 3, 4), 0, 0, 0]]
     # The label of w2, the prompt's last token, is the response's first: it is the first that is scored.
     assert batch["labels"].tolist() == [[IGNORE, IGNORE, *w(3, 4), EOS, IGNORE, IGNORE, IGNORE]]
@@ -111,7 +111,7 @@ words = st.lists(st.integers(0, 49), min_size=1, max_size=9)
 def test_every_response_token_is_scored_once_and_no_other(tmp_path_factory, pairs, length):
     records = [{"q": " ".join(f"w{i}" for i in q), "a": " ".join(f"w{i}" for i in a)} for q, a in pairs]
     corpus = corpus_of(tmp_path_factory.mktemp("pairs"), records, **PAIR)
-    batches = held_out_batches(corpus.train, length=length, global_batch=1, batches=1000)
+    batches = held_out_batches(corpus.train, seq_len=length, global_batch=1, batches=1000)
     labels = np.concatenate([batch["labels"].ravel() for batch in batches])
     want = [token for _, a in pairs for token in (*w(*a), EOS)]
     assert sorted(labels[labels != IGNORE].tolist()) == sorted(want)
@@ -142,12 +142,15 @@ def test_unscored_turns_and_padding_leave_loss_and_gradients_bitwise_the_same(tm
     config = run_config_of()
     setup, length, rows = setup_of(config, 1), config.data.seq_len, config.train.global_batch
 
-    def say(role: str, count: int) -> dict:
+    def message(role: str, count: int) -> dict:
         return {"role": role, "content": " ".join(f"w{i}" for i in rng.integers(0, 50, count))}
 
-    chats = [[say("user", rng.integers(1, 6)), say("assistant", rng.integers(1, 6)), say("user", 4)] for _ in range(60)]
+    chats = [
+        [message("user", rng.integers(1, 6)), message("assistant", rng.integers(1, 6)), message("user", 4)]
+        for _ in range(60)
+    ]
     corpus = corpus_of(tmp_path, [{"turns": chat} for chat in chats], **CHAT)
-    (batch,) = held_out_batches(corpus.train, length=length, global_batch=rows, batches=1)
+    (batch,) = held_out_batches(corpus.train, seq_len=length, global_batch=rows, batches=1)
     free = _after_the_last_scored(batch)
     assert free.sum() > 50 and (batch["segments"][free] > 0).any() and (batch["segments"][free] == 0).any()
     altered = {**batch, "tokens": np.where(free, rng.integers(0, VOCAB, free.shape), batch["tokens"]).astype(np.int32)}

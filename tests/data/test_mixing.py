@@ -112,6 +112,6 @@ def test_a_source_without_targets_is_named():
     with pytest.raises(ConfigError, match=r"data.sources\[1\]: 1 documents to train on and none has a token to pre"):
         Mixture(cut(documents, 8, sources=2), [1.0, 1.0], [None, None], seed=0, shuffle=True)
     with pytest.raises(
-        ConfigError, match=r"sources\[0\]: 2 documents .* .2 are longer than a row .* data.overlong is drop"
+        ConfigError, match=r"sources\[0\]: 2 documents .* .2 are longer than data.seq_len .* data.overlong is drop"
     ):
-        Mixture(cut(documents, 1, sources=2, long="drop"), [1.0, 1.0], [None, None], seed=0, shuffle=True)
+        Mixture(cut(documents, 1, sources=2, overlong="drop"), [1.0, 1.0], [None, None], seed=0, shuffle=True)

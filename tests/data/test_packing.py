@@ -1,4 +1,4 @@
-"""Cutting, packers and filling, against hand-laid rows and a count of every target."""
+"""Cutting, packers and filling, against hand-made sequences and a count of every target."""
 
 from collections import Counter
 from dataclasses import replace
@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from jaxtrain.data import IGNORE, Documents, fill_rate
 from jaxtrain.data.mixing import Mixture
-from jaxtrain.data.packing import PACKERS, Rows, best_fit, fill, first_fit, next_fit, one_each
+from jaxtrain.data.packing import PACKERS, PackedSequences, best_fit, fill, first_fit, next_fit, one_each
 from jaxtrain.data.pieces import Pieces, cut
 
 
 def documents_of(*lengths: int) -> Documents:
-    """Documents in which every token is another number, so that a token says where it came from."""
+    """Documents of distinct tokens, so that a token identifies its place of origin."""
     stops = np.cumsum(lengths, dtype=np.int64)
     tokens = np.arange(1, stops[-1] + 1, dtype=np.uint32)
     return Documents(tokens, stops - np.array(lengths), stops, tuple(f"d{i}" for i in range(len(lengths))))
@@ -45,7 +45,7 @@ def test_worked_example_of_the_requirements():
     assert all(column.dtype == np.int32 for column in packed.values())
 
 
-def test_a_long_document_keeps_the_target_at_each_cut():
+def test_an_overlong_document_keeps_the_target_at_each_cut():
     documents = documents_of(10)
     pieces = cut(documents, 4)
     assert pieces.sizes.tolist() == [4, 4, 1]
@@ -54,7 +54,7 @@ def test_a_long_document_keeps_the_target_at_each_cut():
     assert packed["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 0, 0]]
 
 
-def test_first_fit_lays_the_textbook_example():
+def test_first_fit_packs_the_textbook_example():
     # Bins of 10, items 4 8 1 4 2 1: first-fit needs two bins, {4 1 4 1} and {8 2}.
     assert first_fit([4, 8, 1, 4, 2, 1], 10, bins=4) == [[0, 2, 3, 5], [1, 4]]
 
@@ -63,21 +63,21 @@ def test_first_fit_stops_at_the_first_that_fits_nowhere():
     assert first_fit([6, 6, 5, 1], 10, bins=2) == [[0], [1]]
 
 
-def test_full_rows_make_place_for_new_ones_up_to_a_bound():
+def test_full_sequences_make_room_for_new_ones_up_to_a_bound():
     assert first_fit([3, 10, 10, 7, 4], 10, bins=1) == [[0]]
     assert first_fit([3, 10, 10, 7, 4], 10, bins=2) == [[0, 3], [1], [2], [4]]
     assert first_fit([10] * 50, 10, bins=2) == [[i] for i in range(8)]
 
 
-def test_best_fit_takes_the_fullest_row_with_room():
-    # Rows of 10: 6 leaves 4, 7 leaves 3; 3 goes where it leaves nothing, first-fit would take the first row.
+def test_best_fit_takes_the_fullest_sequence_with_room():
+    # Sequences of 10: 6 leaves 4, 7 leaves 3; 3 goes where it leaves nothing, first-fit would take the first sequence.
     assert best_fit([6, 7, 3], 10, bins=4) == [[0], [1, 2]]
     assert first_fit([6, 7, 3], 10, bins=4) == [[0, 2], [1]]
 
 
-def test_concat_fills_every_row_and_cuts_at_its_end():
-    documents = documents_of(7, 4, 5)  # pieces of 4 + 2, 3 and 4 inputs in rows of 4
-    rows = list(Rows(order_of(cut(documents, 4), shuffle=False), length=4, packing="concat", shuffle=False))
+def test_concat_fills_every_sequence_and_cuts_at_its_end():
+    documents = documents_of(7, 4, 5)  # pieces of 4 + 2, 3 and 4 inputs in sequences of 4
+    rows = list(PackedSequences(order_of(cut(documents, 4), shuffle=False), seq_len=4, packing="concat", shuffle=False))
     packed = fill(documents, rows, 4)
     assert packed["tokens"].tolist() == [[1, 2, 3, 4], [5, 6, 8, 9], [10, 12, 13, 14], [15, 0, 0, 0]]
     assert packed["labels"].tolist() == [[2, 3, 4, 5], [6, 7, 9, 10], [11, 13, 14, 15], [16, -1, -1, -1]]
@@ -86,23 +86,23 @@ def test_concat_fills_every_row_and_cuts_at_its_end():
     assert next_fit([4, 2, 2, 1], 4, bins=1) == [[0], [1, 2], [3]]
 
 
-def test_none_gives_each_piece_a_row():
+def test_none_gives_each_piece_a_sequence():
     assert one_each([3, 1, 4], 4, bins=1) == [[0], [1], [2]]
     assert one_each([1] * 9, 4, bins=2) == [[i] for i in range(8)]
 
 
-def test_long_documents_are_dropped_and_counted_by_source():
+def test_overlong_documents_are_dropped_and_counted_by_source():
     lengths = [9, 3, 10, 30, 2]
     stops = np.cumsum(lengths)
     documents = Documents(np.arange(54), stops - lengths, stops, [""] * 5, source=np.array([0, 1, 0, 1, 0]))
-    pieces = cut(documents, 8, sources=2, long="drop")
+    pieces = cut(documents, 8, sources=2, overlong="drop")
     assert pieces.sizes.tolist() == [8, 2, 1] and pieces.source.tolist() == [0, 1, 0]
     assert pieces.dropped_documents.tolist() == [1, 1] and pieces.dropped_targets.tolist() == [9, 29]
     assert cut(documents, 8, sources=2).dropped_documents.tolist() == [0, 0]
 
 
 def test_a_masked_token_is_no_label_and_stays_an_input():
-    # A prompt of two tokens after the opening one and an answer of three: the first answer token is the first target.
+    # A prompt of two tokens after the first one and an answer of three: the first answer token is the first target.
     scored = np.array([0, 0, 0, 1, 1, 1], bool)
     documents = Documents(np.arange(1, 7), np.array([0]), np.array([6]), [""], scored)
     packed = fill(documents, [[(0, 0, 5)]], 6)
@@ -133,13 +133,13 @@ def test_every_target_once_an_epoch_as_in_the_unpacked_document(
     offset = np.concatenate([np.arange(n) for n in lengths])
     seen: Counter[int] = Counter()
     for shard in range(shards):
-        rows = list(Rows(mixture, length=length, packing=packing, bins=bins, shuffle=shuffle, shard=shard,
+        rows = list(PackedSequences(mixture, seq_len=length, packing=packing, bins=bins, shuffle=shuffle, shard=shard,
                          shards=shards))  # fmt: skip
         batch = fill(documents, rows, length)
         for tokens, labels, segments, positions in zip(*batch.values(), strict=True):
             live = segments > 0
             assert (labels[~live] == IGNORE).all() and not tokens[~live].any() and not positions[~live].any()
-            assert np.array_equal(live, np.arange(length) < live.sum())  # no hole in a row
+            assert np.array_equal(live, np.arange(length) < live.sum())  # no hole in a sequence
             for segment in range(1, segments.max(initial=0) + 1):
                 x = tokens[segments == segment] - 1
                 assert len(set(owner[[*x, x[-1] + 1]])) == 1  # one document, inputs and labels
@@ -156,15 +156,15 @@ def test_every_target_once_an_epoch_as_in_the_unpacked_document(
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=60),
     packing=st.sampled_from(sorted(PACKERS)),
-    given_out=st.integers(0, 200),
+    returned=st.integers(0, 200),
 )
 @settings(max_examples=80, deadline=None)
-def test_a_place_is_three_numbers(sizes, packing, given_out):
+def test_a_position_is_three_numbers(sizes, packing, returned):
     mixture = order_of(cut(documents_of(*(size + 1 for size in sizes)), 9), epochs=None)
-    one, two = (Rows(mixture, length=9, packing=packing, bins=2) for _ in range(2))
-    for _ in range(given_out):
+    one, two = (PackedSequences(mixture, seq_len=9, packing=packing, bins=2) for _ in range(2))
+    for _ in range(returned):
         next(one)
-    two.go(one.cursor, one.skip, one.row)
+    two.seek(one.cursor, one.skip, one.taken)
     assert list(islice(one, 30)) == list(islice(two, 30))
 
 
@@ -172,17 +172,19 @@ def test_fill_on_log_normal_lengths():
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(np.log(669) - 0.5, 1.0, 6000), 2, None).astype(int)
     pieces = cut(documents_of(*lengths), 4096)
-    counts = {packing: sum(1 for _ in Rows(order_of(pieces), length=4096, packing=packing)) for packing in PACKERS}
+    counts = {
+        packing: sum(1 for _ in PackedSequences(order_of(pieces), seq_len=4096, packing=packing)) for packing in PACKERS
+    }
     fills = {packing: pieces.sizes.sum() / (rows * 4096) for packing, rows in counts.items()}
     assert fills["first_fit"] > 0.985 and fills["best_fit"] > 0.985
     assert counts["concat"] == -(-pieces.sizes.sum() // 4096) and counts["none"] == len(pieces)
 
 
-def test_fullness_does_not_follow_the_place_in_a_plan():
-    # Given out in order, the last rows of a plan would be the emptiest of every shard at the same update.
-    # Independent shards spread by 1 / sqrt(32) of a row's spread; in step 1.4 times that, unshuffled 2 times.
+def test_fill_does_not_depend_on_the_index_in_a_block():
+    # Returned in packing order, the last sequences of a block would be the emptiest of every shard at the same step.
+    # Independent shards spread by 1 / sqrt(32) of a sequence's spread; in step 1.4 times that, unshuffled 2 times.
     rng = np.random.default_rng(0)
     mixture = order_of(cut(documents_of(*rng.integers(2, 300, 20_000)), 256), epochs=None)
-    shards = [Rows(mixture, length=256, bins=16, shard=v, shards=32) for v in range(32)]
+    shards = [PackedSequences(mixture, seq_len=256, bins=16, shard=v, shards=32) for v in range(32)]
     fills = np.array([[sum(size for *_, size in next(shard)) / 256 for shard in shards] for _ in range(48)])
     assert np.std(fills.mean(axis=1)) < 1.2 * np.std(fills) / np.sqrt(32)

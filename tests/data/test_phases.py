@@ -1,4 +1,4 @@
-"""Phases of a schedule by updates and by tokens."""
+"""Phases of a schedule by steps and by tokens."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,18 +14,18 @@ def test_without_a_schedule_there_is_one_phase():
     assert phases_of(DataConfig(seq_len=64), TRAIN) == (Phase(0, 64, 16),)
 
 
-def test_phases_by_updates_take_what_they_do_not_name_from_the_run():
+def test_phases_by_steps_inherit_unset_values_from_the_run():
     data = DataConfig(seq_len=64, schedule=[{"start": 0, "seq_len": 32}, {"start": 10, "global_batch": 8}])
     phases = phases_of(data, TRAIN)
     assert phases == (Phase(0, 32, 16), Phase(10, 64, 8))
-    assert [phase_at(phases, update) for update in (0, 9, 10, 11, 10**9)] == [0, 0, 1, 1, 1]
+    assert [phase_at(phases, step) for step in (0, 9, 10, 11, 10**9)] == [0, 0, 1, 1, 1]
 
 
 @given(
     entries=st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 30), st.integers(1, 20)), min_size=1, max_size=5)
 )
 @settings(max_examples=100, deadline=None)
-def test_phases_by_tokens_begin_at_the_first_update_that_finds_so_many_read(entries):
+def test_phases_by_tokens_begin_at_the_first_step_after_so_many_tokens(entries):
     starts = [0]
     for gap, _, _ in entries[:-1]:
         starts.append(starts[-1] + gap)
@@ -36,30 +36,33 @@ def test_phases_by_tokens_begin_at_the_first_update_that_finds_so_many_read(entr
     try:
         phases = phases_of(DataConfig(schedule=schedule, schedule_unit="tokens"), TRAIN)
     except ConfigError as error:
-        assert "has no update" in str(error)
+        assert "has no step" in str(error)
         return
     tokens = 0
-    for update in range(phases[-1].start + 3):
-        phase = phase_at(phases, update)
+    for step in range(phases[-1].start + 3):
+        phase = phase_at(phases, step)
         due = [index for index, start in enumerate(starts) if start <= tokens]
         assert phase == due[-1]
-        tokens += phases[phase].length * phases[phase].global_batch
+        tokens += phases[phase].seq_len * phases[phase].global_batch
 
 
-def test_a_phase_without_an_update_is_an_error():
+def test_a_phase_without_a_step_is_an_error():
     schedule = [{"start": 0}, {"start": 100}, {"start": 120}]
-    with pytest.raises(ConfigError, match=r"data.schedule\[1\] has no update: .* of 1024 tokens pass 120"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data.schedule\[1\] has no step: it begins at 1024 tokens, .* \(120\), because batches have 1024 tokens",
+    ):
         phases_of(DataConfig(seq_len=64, schedule=schedule, schedule_unit="tokens"), TRAIN)
 
 
 @pytest.mark.parametrize("starts", [[1], [0, 5, 5], [0, 9, 3]])
-def test_starts_rise_from_nought(starts):
+def test_starts_increase_from_zero(starts):
     with pytest.raises(ConfigError, match=r"data.schedule starts at"):
         validate({"data": {"schedule": [{"start": start} for start in starts]}})
 
 
-def test_every_length_must_fit_learned_positions():
-    with pytest.raises(ConfigError, match=r"data.schedule\[1\].length 4096 exceeds model.max_seq_len 2048"):
+def test_every_seq_len_must_fit_learned_positions():
+    with pytest.raises(ConfigError, match=r"data.schedule\[1\].seq_len 4096 exceeds model.max_seq_len 2048"):
         validate({
             "model": {"positions": "learned"}, "data": {"schedule": [{"start": 0}, {"start": 5, "seq_len": 4096}]}
         })  # fmt: skip

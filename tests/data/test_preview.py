@@ -1,4 +1,4 @@
-"""The data verb: text with borders, numbers that agree with the batches, picture and page."""
+"""The data verb: text with borders, numbers that agree with the batches, plot and page."""
 
 import io
 import json
@@ -52,28 +52,28 @@ def test_numbers_are_those_of_the_corpus_and_the_batches(config: RunConfig) -> N
     assert 0.8 < report["fill"] <= 1 and 0.7 < report["scored"] < 1 and report["tokens_per_s"] > 0
 
 
-def test_the_text_shows_documents_apart_and_steers_no_terminal(config: RunConfig) -> None:
+def test_the_text_separates_documents_and_has_no_control_characters(config: RunConfig) -> None:
     seen = preview(config, 1)
     console = Console(width=200, file=io.StringIO())
     console.print(seen.render())
     plain = console.file.getvalue()
     assert "says" in plain and "padded" in plain and "[31m red" in plain and "\x1b" not in plain
     for row, segments in enumerate(seen.batches[0]["segments"]):
-        spans = [str(span.style) for span in seen._row(seen.batches[0], row).spans]
+        spans = [str(span.style) for span in seen._sequence(seen.batches[0], row).spans]
         colours = [style.removeprefix("dim ") for style in spans if "black on" in style]
         # One colour from a document's first token to its last, another for its neighbour.
         assert len([c for c, before in zip(colours, [None, *colours], strict=False) if c != before]) == segments.max()
-    every = [str(span.style) for row in range(8) for span in seen._row(seen.batches[0], row).spans]
+    every = [str(span.style) for row in range(8) for span in seen._sequence(seen.batches[0], row).spans]
     assert any(style.startswith("dim black") for style in every)  # what is not scored
 
 
-def test_verb_prints_json_and_writes_picture_and_page(config: RunConfig, tmp_path: Path, capsys) -> None:
+def test_verb_prints_json_and_writes_plot_and_page(config: RunConfig, tmp_path: Path, capsys) -> None:
     import yaml
 
     from jaxtrain.config import dump_config
 
     (tmp_path / "run.yaml").write_text(dump_config(config))
-    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["data"]["long"] == "drop"
+    assert yaml.safe_load((tmp_path / "run.yaml").read_text())["data"]["overlong"] == "drop"
     files = ["--picture", str(tmp_path / "lengths.png"), "--html", str(tmp_path / "page.html")]
     assert main(["data", str(tmp_path / "run.yaml"), "--json", *files, "--data.packing", "best_fit"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -91,7 +91,7 @@ def test_a_source_that_ends_early_is_shown_as_far_as_it_goes(config: RunConfig) 
     assert 1 <= len(seen.batches) == seen.measured["updates"] < 100
 
 
-def test_places_that_cannot_be_written_are_one_message(config: RunConfig, tmp_path: Path) -> None:
+def test_files_that_cannot_be_written_are_one_message(config: RunConfig, tmp_path: Path) -> None:
     seen = preview(config, 1)
     with pytest.raises(ConfigError, match=r"--picture .*a.nothing cannot be written"):
         seen.draw(tmp_path / "a.nothing")

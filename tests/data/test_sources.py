@@ -1,4 +1,4 @@
-"""Every kind of source gives the same documents; every fault names file and place; skipped records are counted."""
+"""Every kind of source gives the same documents; every fault names file and line; skipped records are counted."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ from jaxtrain.config import ConfigError, RunConfig, validate
 from jaxtrain.data import Corpus, prepare
 from jaxtrain.data import sources as sources_module
 from jaxtrain.data.readers import KINDS
-from jaxtrain.data.sources import held_out, list_source, records_held_out
+from jaxtrain.data.sources import is_record_held_out, list_source, records_held_out
 
 TEXTS = [f"Text {i}: café {'x ' * (i % 5)}\nsecond line {i}" for i in range(60)]
 
@@ -83,10 +83,10 @@ def write(kind: str, folder: Path, texts: list[str], name: str = "text") -> dict
     return {kind if kind in KINDS else "jsonl": str(folder)}
 
 
-CONTEXT_METHODS = ["text", "jsonl", "gz", "zst", "parquet", "hf", "arrayrecord"]
+FILE_KINDS = ["text", "jsonl", "gz", "zst", "parquet", "hf", "arrayrecord"]
 
 
-@pytest.mark.parametrize("kind", CONTEXT_METHODS)
+@pytest.mark.parametrize("kind", FILE_KINDS)
 def test_every_kind_gives_the_same_documents(tmp_path, kind):
     corpus = corpus_of(tmp_path, write(kind, tmp_path / "in", TEXTS))
     assert texts_of(corpus) == TEXTS
@@ -341,7 +341,7 @@ def test_held_out_numbers(tmp_path):
     numbers = np.arange(50_000)
     out = records_held_out("a.jsonl", numbers, 0.05)
     assert abs(out.mean() - 0.05) < 4 * np.sqrt(0.05 * 0.95 / 50_000)
-    assert [held_out("a.jsonl", int(i), 0.05) for i in numbers[:200]] == out[:200].tolist()
+    assert [is_record_held_out("a.jsonl", int(i), 0.05) for i in numbers[:200]] == out[:200].tolist()
     other = records_held_out("b.jsonl", numbers, 0.05)
     assert abs((out & other).mean() - 0.0025) < 4 * np.sqrt(0.0025 / 50_000)
     assert records_held_out("a", numbers, 0.0).sum() == 0

@@ -30,13 +30,13 @@ def test_slices_are_those_of_the_array(path, start, size):
     assert np.array_equal(stored[:5], NUMBERS[:5])
 
 
-def test_a_file_cut_short_meanwhile_is_one_message(path, tmp_path):
+def test_a_truncated_file_is_one_message(path, tmp_path):
     short = tmp_path / "short.bin"
     short.write_bytes(path.read_bytes())
     stored = Stored(short, np.dtype("<u2"))
     os.truncate(short, 1000)
     assert stored[490:500][-1] == 499
-    with pytest.raises(ConfigError, match=r"short.bin was cut short under this run: 20 bytes at 980 where 40 were"):
+    with pytest.raises(ConfigError, match=r"short.bin was truncated during this run: 20 bytes at 980 where 40 were"):
         stored[490:510]
 
 
@@ -50,5 +50,5 @@ def test_more_files_than_are_held_open(tmp_path):
     assert len(os.listdir("/proc/self/fd")) <= before + OPEN_FILES
     (tmp_path / "0.bin").unlink()
     np.full(3, 9, "<u2").tofile(tmp_path / "0.bin")
-    with pytest.raises(ConfigError, match=r"0\.bin was written anew under this run"):
+    with pytest.raises(ConfigError, match=r"0\.bin was replaced during this run"):
         many[0][0:1]

@@ -46,7 +46,7 @@ def global_batch(parts: list[Stream]) -> dict[str, np.ndarray]:
 
 
 def saved(parts: list[Stream]) -> dict:
-    return json.loads(json.dumps({name: place for part in parts for name, place in part.get_state().items()}))
+    return json.loads(json.dumps({name: position for part in parts for name, position in part.get_state().items()}))
 
 
 def same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
@@ -80,12 +80,12 @@ def test_batches_do_not_depend_on_processes_or_restarts(lengths, legs, seed, shu
     options = {"seed": seed, "shuffle": shuffle, "packing": packing, "phases": phases, **MIXED}
     (unbroken,) = streams(documents, 1, **options)
     state = None
-    for processes, updates in legs:  # each leg is a restart on another number of processes
+    for processes, steps in legs:  # each leg is a restart on another number of processes
         parts = streams(documents, processes, prefetch=prefetch, **options)
         for part in parts:
             if state is not None:
                 part.set_state(state)
-        for _ in range(updates):
+        for _ in range(steps):
             assert same(global_batch(parts), next(unbroken))
         state = saved(parts)
         assert state == saved([unbroken])
@@ -94,13 +94,13 @@ def test_batches_do_not_depend_on_processes_or_restarts(lengths, legs, seed, shu
     unbroken.close()
 
 
-def digests(parts: list[Stream], updates: int) -> list[str]:
-    batches = (global_batch(parts) for _ in range(updates))
+def digests(parts: list[Stream], steps: int) -> list[str]:
+    batches = (global_batch(parts) for _ in range(steps))
     return [hashlib.blake2b(b"".join(batch[field].tobytes() for field in FIELDS)).hexdigest() for batch in batches]
 
 
 @pytest.mark.parametrize("packing", sorted(PACKERS))
-def test_two_hundred_updates_of_three_sources_on_1_2_4_8_processes_and_over_five_changes(packing):
+def test_two_hundred_steps_of_three_sources_on_1_2_4_8_processes_and_over_five_changes(packing):
     rng = np.random.default_rng(0)
     documents = mixed(np.clip(rng.lognormal(3, 1, 600), 2, 400).astype(int).tolist())
     options = {"seed": 5, "packing": packing, **MIXED}
@@ -108,12 +108,12 @@ def test_two_hundred_updates_of_three_sources_on_1_2_4_8_processes_and_over_five
     assert len(set(one)) == 200 and one == two == four == eight
     changing: list[str] = []
     state = None
-    for processes, updates in zip((1, 8, 2, 4, 1, 8), (33, 1, 50, 27, 40, 49), strict=True):
+    for processes, steps in zip((1, 8, 2, 4, 1, 8), (33, 1, 50, 27, 40, 49), strict=True):
         parts = streams(documents, processes, **options)
         for part in parts:
             if state is not None:
                 part.set_state(state)
-        changing += digests(parts, updates)
+        changing += digests(parts, steps)
         state = saved(parts)
     assert changing == one
 
@@ -128,20 +128,20 @@ def test_two_hundred_updates_of_three_sources_on_1_2_4_8_processes_and_over_five
 @settings(max_examples=80, deadline=None)
 def test_every_target_once_an_epoch_over_changes_of_length_and_batch(lengths, packing, borders, shards, resume):
     documents = documents_of(lengths)
-    starts = np.cumsum([0] + [updates for updates, _, _ in borders[:-1]]).tolist()
+    starts = np.cumsum([0] + [steps for steps, _, _ in borders[:-1]]).tolist()
     phases = [Phase(start, length, rows * shards) for start, (_, length, rows) in zip(starts, borders, strict=True)]
     options = {"phases": phases, "virtual_shards": shards, "packing_bins": 2, "packing": packing, "epochs": [2]}
     stream = Stream(documents, **options)
     seen: Counter[int] = Counter()
-    given_out, state = 0, stream.get_state()
+    returned, state = 0, stream.get_state()
     try:
         while True:
             batch = next(stream)
             live = batch["segments"] > 0
             assert np.array_equal(batch["labels"][live], batch["tokens"][live] + 1)
-            assert batch["tokens"].shape == (phases[-1].global_batch, phases[-1].length) or given_out < starts[-1]
+            assert batch["tokens"].shape == (phases[-1].global_batch, phases[-1].seq_len) or returned < starts[-1]
             seen.update(batch["tokens"][live].tolist())
-            given_out += 1
+            returned += 1
             assert tokens_read(stream.get_state()) == [seen.total()]
             state = json.loads(json.dumps(stream.get_state()))
             if resume:
@@ -149,12 +149,12 @@ def test_every_target_once_an_epoch_over_changes_of_length_and_batch(lengths, pa
                 stream = Stream(documents, **options)
                 stream.set_state(state)
     except ConfigError as error:
-        assert f"used up after {given_out} updates" in str(error)
-    # A batch that cannot be filled is not given: what the shards still hold makes up the two epochs.
+        assert f"used up after {returned} steps" in str(error)
+    # A batch that cannot be filled is not returned: what the shards still hold completes the two epochs.
     stream.set_state(state)
     for shard in stream._shards.values():
-        for row in shard.rows:
-            seen.update(token for _, start, size in row for token in range(start + 1, start + size + 1))
+        for spans in shard.sequences:
+            seen.update(token for _, start, size in spans for token in range(start + 1, start + size + 1))
     stream.close()
     last = set((documents.stops - 1).tolist())
     assert seen == {token: 2 for token in range(1, sum(lengths) + 1) if token - 1 not in last}
@@ -164,13 +164,13 @@ def test_every_target_once_an_epoch_over_changes_of_length_and_batch(lengths, pa
     old=st.lists(st.integers(2, 60), min_size=3, max_size=40),
     new=st.lists(st.integers(2, 60), min_size=2, max_size=40),
     packing=st.sampled_from(sorted(PACKERS)),
-    updates=st.integers(0, 9),
+    steps=st.integers(0, 9),
 )
 @settings(max_examples=30, deadline=None)
-def test_a_place_kept_over_a_change_of_the_corpus_goes_on(old, new, packing, updates):
+def test_a_position_survives_a_change_of_the_corpus(old, new, packing, steps):
     options = {"packing": packing, "phases": PHASES}
     (stream,) = streams(mixed(old), 1, **options, **MIXED)
-    for _ in range(updates):
+    for _ in range(steps):
         next(stream)
     state = saved([stream])
     stream.close()
@@ -189,7 +189,7 @@ def test_a_stream_goes_back_in_mid_pack():
     for _ in range(3):
         next(stream)
     state = stream.get_state()
-    assert any(place["row"] for place in state.values())
+    assert any(position["row"] for position in state.values())
     ahead = [next(stream) for _ in range(9)]
     stream.set_state(state)
     assert all(same(next(stream), batch) for batch in ahead)
@@ -231,7 +231,7 @@ def test_documents_without_a_target_are_an_error():
 
 def test_a_state_of_another_number_of_shards_is_an_error():
     (stream,) = streams(documents_of([30] * 9), 1)
-    state = {name: place for name, place in stream.get_state().items() if name != "5"}
+    state = {name: position for name, position in stream.get_state().items() if name != "5"}
     with pytest.raises(ConfigError, match=r"lacks shard 5 .it has 7 shards, data.virtual_shards is 8"):
         stream.set_state(state)
 
@@ -259,12 +259,12 @@ def test_shards_that_hold_rows(lo, hi, owned):
 def test_held_out_pass_scores_every_target_once_and_pads():
     lengths = [5, 40, 13, 2, 1, 29, 8] * 3
     documents = documents_of(lengths)
-    batches = held_out_batches(documents, length=LENGTH, global_batch=BATCH, batches=50)
+    batches = held_out_batches(documents, seq_len=LENGTH, global_batch=BATCH, batches=50)
     assert all(batch[field].shape == (BATCH, LENGTH) for batch in batches for field in FIELDS)
     labels = np.concatenate([batch["labels"].ravel() for batch in batches])
     scored = np.sort(labels[labels != IGNORE])
-    opening = set((documents.starts + 1).tolist())
-    assert scored.tolist() == [t for t in range(1, sum(lengths) + 1) if t not in opening]
+    first = set((documents.starts + 1).tolist())
+    assert scored.tolist() == [t for t in range(1, sum(lengths) + 1) if t not in first]
     last = batches[-1]
     empty = (last["labels"] == IGNORE).all(axis=1)
     assert empty.any() and not empty.all()
@@ -273,9 +273,9 @@ def test_held_out_pass_scores_every_target_once_and_pads():
 
 def test_held_out_pass_is_fixed_and_bounded():
     documents = documents_of([30] * 200)
-    one, two = (held_out_batches(documents, length=LENGTH, global_batch=BATCH, batches=3) for _ in range(2))
+    one, two = (held_out_batches(documents, seq_len=LENGTH, global_batch=BATCH, batches=3) for _ in range(2))
     assert len(one) == 3 and all(same(a, b) for a, b in zip(one, two, strict=True))
-    assert held_out_batches(documents.select(np.array([], int)), length=8, global_batch=4, batches=2) == []
+    assert held_out_batches(documents.select(np.array([], int)), seq_len=8, global_batch=4, batches=2) == []
 
 
 def test_a_failure_in_the_thread_is_raised_to_the_reader():

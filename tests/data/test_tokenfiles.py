@@ -143,7 +143,7 @@ def test_flat_file_is_cut_after_the_closing_token(tmp_path):
 
 
 def test_cuts_of_a_flat_file_fall_on_block_borders(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.tokenfiles.BLOCK", 1)  # blocks of 8 tokens
+    monkeypatch.setattr("jaxtrain.data.tokenfiles.READ_BLOCK", 1)  # blocks of 8 tokens
     (tmp_path / "tokens").mkdir()
     rng = np.random.default_rng(0)
     flat = rng.integers(1, 6, 1000).astype("<u2")
@@ -211,7 +211,7 @@ def test_index_that_is_none_cut_short_or_of_another_file(good):
     with pytest.raises(ConfigError, match=r"a\.idx is cut short: \d+ bytes where 2 sequences need \d+"):
         corpus_of(good)
     index.write_bytes(raw[:34] + struct.pack("<2i", 2, 3) + raw[42:])
-    with pytest.raises(ConfigError, match=r"a\.idx is damaged: its places, lengths and documents contradict"):
+    with pytest.raises(ConfigError, match=r"a\.idx is damaged: its offsets, lengths and documents contradict"):
         corpus_of(good)
     index.write_bytes(raw[:17] + b"\x06" + raw[18:])
     with pytest.raises(ConfigError, match=r"dtype 6.*known are"):
@@ -227,7 +227,9 @@ def test_id_beyond_the_vocabulary_is_placed(good, code, bad):
 
 def test_token_ids_without_a_tokenizer(good):
     config = validate({"data": {"sources": [{"tokens": str(good / "tokens")}], "cache": str(good / "cache")}})
-    with pytest.raises(ConfigError, match=r"nothing beside them says of which tokenizer: set data\.tokenizer\.path"):
+    with pytest.raises(
+        ConfigError, match=r"no tokens.json beside them names their tokenizer: set data\.tokenizer\.path"
+    ):
         prepare(config)
 
 

@@ -1,4 +1,4 @@
-"""`jaxtrain tokenize`: shards hold what training would have read; a killed one goes on; tokenizers are told apart."""
+"""`jaxtrain tokenize`: shards hold what training would have read; a killed job resumes; tokenizers are compared."""
 
 import json
 import os

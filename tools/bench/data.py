@@ -2,7 +2,7 @@
 
 packers      fill rate at 4,096 on log-normal document lengths of mean 669, and tokens/s of a core
 sources      tokens/s of a core of every kind of source with every packer, tokenisation cached, and its seconds
-start_up     seconds to the first batch of a 1 GB token file, first and second start; and to a saved place of 64 shards
+start_up     seconds to the first batch of a 1 GB token file, first and second start; and to restore 64 shards
 memory       resident memory while one epoch of a token file of `--gb` GB is read
 
 A core is CPU time of this process, all threads counted. Documents are drawn at random; text is random words.
@@ -30,7 +30,7 @@ from jaxtrain.config import RunConfig, validate
 from jaxtrain.data import Stream, open_stream, prepare
 from jaxtrain.data.packing import PACKERS
 
-LENGTH, ROWS, MEAN, VOCAB, EOS = 4096, 64, 669, 4096, 1
+LENGTH, SEQUENCES, MEAN, VOCAB, EOS = 4096, 64, 669, 4096, 1
 WORDS = 2000
 
 
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=1.0, help="CPU seconds of each measurement")
     parser.add_argument("--only", nargs="*", default=list(PARTS), choices=list(PARTS), help="what to measure")
-    parser.add_argument("--gb", type=float, default=2.0, help="size of the token file whose memory is watched")
+    parser.add_argument("--gb", type=float, default=2.0, help="size of the token file of the memory measurement")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="bench-data-") as name:
         folder = Path(name)
@@ -63,11 +63,11 @@ def sources(folder: Path, tokenizer: Path, seconds: float) -> dict[str, Any]:
     """Speed of each kind of source with each packer."""
     found: dict[str, Any] = {}
     for kind, write in WRITERS.items():
-        place = write(folder)
+        path = write(folder)
         key, more = ("tokens", {}) if kind.startswith("tokens") else (kind, {"field": "text"})
         more = {} if kind == "text" else more
         begin = time.perf_counter()
-        configs = {packing: config_of(folder, tokenizer, packing, **{key: place}, **more) for packing in PACKERS}
+        configs = {packing: config_of(folder, tokenizer, packing, **{key: path}, **more) for packing in PACKERS}
         prepare(configs["first_fit"])
         found[kind] = {"first_prepare_s": round(time.perf_counter() - begin, 2)}
         found[kind] |= {packing: speed(config, seconds) for packing, config in configs.items()}
@@ -105,17 +105,17 @@ def memory(folder: Path, tokenizer: Path, gb: float) -> dict[str, Any]:
 
 
 def watch_memory(folder: Path, tokenizer: Path, tokens: int) -> dict[str, Any]:
-    """Read one epoch and look at this process' memory."""
+    """Read one epoch and measure this process' memory."""
     seen: list[dict[str, int]] = []
     with streaming(config_of(folder, tokenizer, "first_fit", tokens=folder / "memory.bin")) as stream:
-        updates = tokens // (LENGTH * ROWS)
-        for update in range(updates):
-            if update % (updates // 10) == 1:
+        steps = tokens // (LENGTH * SEQUENCES)
+        for step in range(steps):
+            if step % (steps // 10) == 1:
                 seen.append(resident())
             next(stream)
         seen.append(resident())
     return {
-        "gb_read": round(updates * LENGTH * ROWS * 2 / 1e9, 2),
+        "gb_read": round(steps * LENGTH * SEQUENCES * 2 / 1e9, 2),
         "resident_mb": [each["RssAnon"] + each["RssFile"] for each in seen],
         "anonymous_mb": [each["RssAnon"] for each in seen],
     }
@@ -131,13 +131,14 @@ def one_epoch(config: RunConfig) -> float:
     """Fill rate of one pass."""
     with streaming(config) as stream:
         batches = [
-            np.mean(next(stream)["segments"] > 0) for _ in range(int(stream.pieces.targets.sum()) // (LENGTH * ROWS))
+            np.mean(next(stream)["segments"] > 0)
+            for _ in range(int(stream.pieces.targets.sum()) // (LENGTH * SEQUENCES))
         ]
         return float(np.mean(batches))
 
 
 def speed(config: RunConfig, seconds: float) -> dict[str, float]:
-    """Millions of tokens a CPU second of a core, padding not counted."""
+    """Millions of tokens per CPU second of a core, without padding."""
     with streaming(config) as stream:
         next(stream)
         tokens, begin = 0, time.process_time()
@@ -154,14 +155,14 @@ def streaming(config: RunConfig) -> Iterator[Stream]:
 
 
 def config_of(folder: Path, tokenizer: Path, packing: str, **source: Any) -> RunConfig:
-    """A run that reads one source at length 4,096."""
+    """A run that reads one source at seq_len 4,096."""
     return validate({
         "model": {"vocab_size": VOCAB},
         "data": {
             "sources": [{key: str(value) for key, value in source.items()}], "tokenizer": {"path": str(tokenizer)},
             "seq_len": LENGTH, "packing": packing, "cache": str(folder / "cache"), "held_out": 0.0,
         },
-        "train": {"global_batch": ROWS},
+        "train": {"global_batch": SEQUENCES},
         "observe": {"progress": False},
     })  # fmt: skip
 
@@ -241,17 +242,17 @@ def write_arrayrecord(folder: Path) -> Path:
 
 
 def write_hf(folder: Path) -> Path:
-    """What the datasets library saves: an Arrow stream and its state."""
+    """A folder as the datasets library saves it: an Arrow stream and its state."""
     import pyarrow
 
-    place = folder / "hf"
-    place.mkdir()
+    root = folder / "hf"
+    root.mkdir()
     table = pyarrow.table({"text": texts()})
-    with pyarrow.ipc.new_stream(str(place / "data-00000-of-00001.arrow"), table.schema) as stream:
+    with pyarrow.ipc.new_stream(str(root / "data-00000-of-00001.arrow"), table.schema) as stream:
         stream.write_table(table, max_chunksize=1000)
-    (place / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
-    (place / "dataset_info.json").write_text("{}")
-    return place
+    (root / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (root / "dataset_info.json").write_text("{}")
+    return root
 
 
 WRITERS: dict[str, Callable[[Path], Path]] = {
