@@ -76,7 +76,7 @@ class Checkpoints:
             return self._manager.save(step, args=args, force=True)
 
     def restore(self, abstract_state: Any) -> Restored | None:
-        """The newest intact checkpoint, sharded as `abstract_state` (ShapeDtypeStructs) says; None if there is none.
+        """The newest intact checkpoint, sharded like `abstract_state` (ShapeDtypeStructs); None if there is none.
 
         Every leaf is a new buffer, safe to donate. A damaged checkpoint is logged and the previous one is tried; the
         next save renames the damaged one. Raises ConfigError if no checkpoint is intact, or if it holds the state of

@@ -1,6 +1,6 @@
-"""Hugging Face weights in and out: one declarative table a family, and three rooms that read the tables.
+"""Import and export of Hugging Face weights, driven by one declarative table per model family.
 
-`rows` says how a tensor of the hub lies in a parameter, `fields` how config.json and model settings correspond,
-`family` what a family is made of; `families` are the tables. `folder` reads safetensors by slices, `load` fills
-sharded parameters from them, `save` writes them back, `runs` are the verbs.
+`mapping` describes how a hub tensor maps to a parameter, `fields` how config.json maps to model settings, `family` what
+a family's table contains; `families` holds the tables. `folder` reads slices of safetensors files, `load` fills sharded
+parameters from them, `save` writes them back, and `runs` implements the verbs `import-hf` and `export-hf`.
 """

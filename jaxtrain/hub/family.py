@@ -1,4 +1,4 @@
-"""What a family is made of, and what follows from it: config.json <-> model settings, parameters -> tensors' names."""
+"""A family's table and what follows from it: config.json <-> model settings, parameters <-> hub tensors."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from jaxtrain.config import ConfigError, ModelConfig, nearest, validate
-from jaxtrain.hub.fields import KINDS, SCALINGS, Field, Json, Settings, setting, windows_of
-from jaxtrain.hub.rows import ROTARY, Span, TensorRow, hub_shape
+from jaxtrain.hub.fields import ROPE_KEYS, ROPE_TYPES, Field, Json, Settings, model_setting, windows_of
+from jaxtrain.hub.mapping import ROTARY, DimRange, TensorMapping, hub_shape
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import Param
 from jaxtrain.nn.decoder import layer_runs
 from jaxtrain.nn.model import Model
 
-# What config.json says beside the model: how to train, sample or load it.
-INERT = {
+# Keys of config.json that do not describe the model: how to train, sample from or load it.
+IGNORED_KEYS = {
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "task_specific_params", "pretraining_tp",
 }  # fmt: skip
-# Settings of training alone: config.json has no word for them.
-FREE = ("vocab_size", "mtp_weight", "init_std", "moe.balance", "moe.balance_weight", "moe.z_weight", "moe.capacity",
-        "moe.buffer")  # fmt: skip
+# Model settings that concern training only and have no key in config.json.
+TRAINING_SETTINGS = (
+    "vocab_size", "mtp_weight", "init_std", "moe.balance", "moe.balance_weight", "moe.z_weight", "moe.capacity",
+    "moe.buffer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,89 +36,89 @@ class Family:
     """The table of one family."""
 
     name: str
-    """config.json's model_type."""
+    """model_type of config.json."""
     architecture: str
-    """The class that transformers loads."""
+    """Class of transformers."""
     base: str
-    """Prefix of all tensors but the head; files of the bare model leave it out."""
+    """Prefix of all tensors but the head; files without the head may omit it."""
     fields: tuple[Field, ...]
     """config.json <-> model settings."""
-    outer: Mapping[str, TensorRow]
-    """Parameter outside the blocks -> row."""
-    block: Mapping[str, TensorRow]
-    """Parameter of a block, its path within the block -> row."""
-    mixture: Mapping[str, TensorRow]
-    """Parameters that the experts of a block have each."""
-    ahead: Mapping[str, TensorRow]
-    """Parameters of the blocks that predict further tokens, beside those blocks' own."""
+    outer: Mapping[str, TensorMapping]
+    """{path: mapping} of parameters outside the blocks."""
+    block: Mapping[str, TensorMapping]
+    """{path within the block: mapping} of a block's parameters."""
+    experts: Mapping[str, TensorMapping]
+    """{path within the block: mapping} of the parameters of each expert."""
+    mtp: Mapping[str, TensorMapping]
+    """{path: mapping} of multi-token prediction, without its block."""
     copies: Mapping[str, str]
-    """A tensor that a file may hold besides -> the tensor that it repeats."""
+    """{tensor that a file may also hold: tensor that it repeats}"""
     buffers: tuple[str, ...]
-    """Names, as globs, of tensors that hold nothing learned."""
-    inert: frozenset[str]
-    """Further keys of config.json that follow from others or say nothing of the model."""
+    """Glob patterns of tensors that are not parameters."""
+    ignored_keys: frozenset[str]
+    """Keys of config.json that follow from other keys or do not affect the model."""
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """One parameter and where it lies in the hub."""
+class MappedParam:
+    """One parameter and the hub tensors that hold it."""
 
     path: str
     param: Param
-    row: TensorRow
+    mapping: TensorMapping
     layers: tuple[int, ...]
-    """The hub's layer numbers along the first dim; empty outside stacks."""
+    """The hub's layer numbers along the first dim; empty if it is not stacked."""
     sizes: dict[str, int]
-    """Of the row's letters, in the hub: V is the hub's vocabulary."""
+    """Sizes of the mapping's letters in the hub; V is the hub's vocabulary."""
 
     @property
-    def leading(self) -> int:
-        """Dims that tensors' names count: layers, experts."""
-        return bool(self.layers) + ("{expert}" in self.row.name)
+    def leading_dims(self) -> int:
+        """Number of leading dims that the tensors' names count: layers, experts."""
+        return bool(self.layers) + ("{expert}" in self.mapping.name)
 
-    def name(self, place: tuple[int, ...]) -> str:
+    def name(self, index: tuple[int, ...]) -> str:
         """The hub's name of the tensor at these leading indices."""
-        layer = self.layers[place[0]] if self.layers else None
-        return self.row.name.format(layer=layer, expert=place[-1] if place else None)
+        layer = self.layers[index[0]] if self.layers else None
+        return self.mapping.name.format(layer=layer, expert=index[-1] if index else None)
 
-    def places(self, spans: Sequence[Span] | None = None) -> Iterator[tuple[int, ...]]:
-        """Leading indices of all its tensors, or of those within spans of the leading dims."""
-        whole = [(0, size) for size in self.param.shape[: self.leading]]
-        return itertools.product(*(range(lo, hi) for lo, hi in (spans or whole)))
+    def indices(self, ranges: Sequence[DimRange] | None = None) -> Iterator[tuple[int, ...]]:
+        """Leading indices of all its tensors, or of those within ranges of the leading dims."""
+        whole = [(0, size) for size in self.param.shape[: self.leading_dims]]
+        return itertools.product(*(range(lo, hi) for lo, hi in (ranges or whole)))
 
 
-def leaves_of(family: Family, model: Model, vocabulary: int) -> dict[str, Leaf]:
-    """Path -> leaf of every parameter; raises ConfigError for one that the family has no tensor for."""
+def map_params(family: Family, model: Model, vocabulary: int) -> dict[str, MappedParam]:
+    """{path: mapped parameter} of a model; raises ConfigError for parameters that the family has no tensor for."""
     flat = flatten_paths(model.params)
     numbers = layer_numbers(model.config)
-    out, homeless = {}, []
+    out, unmapped = {}, []
     for path, param in flat.items():
-        row = _row_of(family, path, param)
-        if row is None:
-            homeless.append(path)
+        mapping = _find_mapping(family, path, param)
+        if mapping is None:
+            unmapped.append(path)
             continue
         layers = numbers.get(path.partition("/")[0], ())
-        leading = bool(layers) + ("{expert}" in row.name)
-        sizes = dict(zip(row.ours, param.shape[leading:], strict=True)) | {ROTARY: model.config.mla.rope_dim}
+        leading = bool(layers) + ("{expert}" in mapping.name)
+        sizes = dict(zip(mapping.param_dims, param.shape[leading:], strict=True)) | {ROTARY: model.config.mla.rope_dim}
         if "V" in sizes:
             sizes["V"] = min(vocabulary, sizes["V"])
-        out[path] = Leaf(path, param, row, tuple(layers), sizes)
-    if homeless:
-        raise ConfigError(f"the hub's {family.name} has no tensor for {', '.join(homeless)}")
+        out[path] = MappedParam(path, param, mapping, tuple(layers), sizes)
+    if unmapped:
+        raise ConfigError(f"the hub's {family.name} has no tensor for {', '.join(unmapped)}")
     return out
 
 
-def tensors_of(leaves: Mapping[str, Leaf]) -> dict[str, list[tuple[Leaf, tuple[int, ...]]]]:
-    """The hub's tensors by name, in the order of parameters: the leaves that each makes up, and where in them."""
-    out: dict[str, list[tuple[Leaf, tuple[int, ...]]]] = {}
-    for leaf in leaves.values():
-        for place in leaf.places():
-            out.setdefault(leaf.name(place), []).append((leaf, place))
+def tensors_of(params: Mapping[str, MappedParam]) -> dict[str, list[tuple[MappedParam, tuple[int, ...]]]]:
+    """{hub tensor: [(parameter, leading index)]} in the order of parameters."""
+    out: dict[str, list[tuple[MappedParam, tuple[int, ...]]]] = {}
+    for param in params.values():
+        for index in param.indices():
+            out.setdefault(param.name(index), []).append((param, index))
     return out
 
 
 def layer_numbers(config: ModelConfig) -> dict[str, list[int]]:
-    """Stack of the decoder -> the hub's layer numbers, in the stack's order."""
+    """{stack of the decoder: the hub's layer numbers, in the stack's order}"""
     found: dict[str, dict[int, int]] = {"layers": {}, "dense_layers": {}}
     number = 0
     for run in layer_runs(config):
@@ -129,113 +131,115 @@ def layer_numbers(config: ModelConfig) -> dict[str, list[int]]:
     return numbers | {"mtp": [*range(number, number + config.mtp)]}
 
 
-def check_tensors(family: Family, leaves: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """The copies that a file holds (name -> what it repeats).
+def check_tensors(
+    family: Family, params: Mapping[str, MappedParam], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """{copy: original} of the copies in a file that has tensors of these shapes.
 
     Raises ConfigError naming every tensor that is missing, unknown or of another shape.
     """
-    claimed = tensors_of(leaves)
-    copies = copies_of(family, leaves)
-    faults = [f"{name} is missing" for name in claimed if name not in shapes]
+    expected = tensors_of(params)
+    copies = copies_of(family, params)
+    faults = [f"{name} is missing" for name in expected if name not in shapes]
     unknown = [
         name for name in shapes
-        if name not in claimed and name not in copies and not any(fnmatchcase(name, glob) for glob in family.buffers)
+        if name not in expected and name not in copies and not any(fnmatchcase(name, glob) for glob in family.buffers)
     ]  # fmt: skip
-    faults += [f"{name} {list(shapes[name])} is unknown{nearest(name, claimed)}" for name in unknown]
-    for name, claims in claimed.items():
-        leaf = claims[0][0]
-        expected = hub_shape(leaf.row, leaf.sizes)
-        if name in shapes and shapes[name] != expected:
+    faults += [f"{name} {list(shapes[name])} is unknown{nearest(name, expected)}" for name in unknown]
+    for name, parts in expected.items():
+        param = parts[0][0]
+        shape = hub_shape(param.mapping, param.sizes)
+        if name in shapes and shapes[name] != shape:
             faults.append(
-                f"{name} has shape {list(shapes[name])}, parameter {leaf.path} {list(leaf.param.shape)} "
-                f"needs {list(expected)}"
+                f"{name} has shape {list(shapes[name])}, parameter {param.path} {list(param.param.shape)} "
+                f"needs {list(shape)}"
             )
     if faults:
         more = f"\n  and {len(faults) - 12} more" if len(faults) > 12 else ""
         lines = "".join(f"\n  {fault}" for fault in faults[:12])
-        raise ConfigError(f"the tensors are not those of {family.name} as config.json describes it:{lines}{more}")
+        raise ConfigError(f"the tensors do not match {family.name} as config.json describes it:{lines}{more}")
     return {name: original for name, original in copies.items() if name in shapes}
 
 
-def copies_of(family: Family, leaves: Mapping[str, Leaf]) -> dict[str, str]:
-    """Tensors that may repeat another one, unless they are parameters of this model, -> that one."""
-    claimed = tensors_of(leaves)
-    ahead = next((leaf.layers for path, leaf in leaves.items() if path.startswith("mtp/")), ())
-    named = {
+def copies_of(family: Family, params: Mapping[str, MappedParam]) -> dict[str, str]:
+    """{copy: original} of tensors that may repeat another one and are not parameters of this model."""
+    tensors = tensors_of(params)
+    mtp_layers = next((param.layers for path, param in params.items() if path.startswith("mtp/")), ())
+    copies = {
         name.format(layer=layer): original
         for name, original in family.copies.items()
-        for layer in (ahead if "{layer}" in name else [None])
+        for layer in (mtp_layers if "{layer}" in name else [None])
     }
-    return {name: original for name, original in named.items() if name not in claimed and original in claimed}
+    return {name: original for name, original in copies.items() if name not in tensors and original in tensors}
 
 
 def read_model(family: Family, hub: Json, ignore: Sequence[str] = ()) -> Settings:
-    """Model settings, dotted, of a config.json.
+    """Dotted model settings of a config.json.
 
-    Raises ConfigError where it asks for what the family's table cannot give, or says something that nobody reads and
-    `ignore` does not name.
+    Raises ConfigError for values that the family does not support, and for keys that no field reads, unless `ignore`
+    names them.
     """
-    known = INERT | family.inert | {key for field in family.fields for key in field.keys} | {*ignore}
+    known = IGNORED_KEYS | family.ignored_keys | {key for field in family.fields for key in field.keys} | {*ignore}
     unread = {key: value for key, value in hub.items() if key not in known and value}
     if unread:
-        said = ", ".join(f"{key} {value!r}" for key, value in unread.items())
+        keys = ", ".join(f"{key} {value!r}" for key, value in unread.items())
         raise ConfigError(
-            f"config.json: {family.name} does not know {said}: where that changes nothing of the model, --ignore "
-            f"{' '.join(unread)}"
+            f"config.json: keys of {family.name} that are not supported: {keys}. If they do not affect the model, pass "
+            f"--ignore {' '.join(unread)}"
         )
     return {name: value for field in family.fields for name, value in field.read(hub).items()}
 
 
 def model_of(settings: Settings) -> ModelConfig:
-    """Dotted settings -> a validated model."""
+    """A validated model from dotted settings."""
     return validate(
         {"model": nested(settings), "data": {"seq_len": 1, "tokenizer": {"vocab_size": 1}}}, "config.json"
     ).model
 
 
 def write_model(family: Family, model: ModelConfig, vocabulary: int) -> Json:
-    """config.json of a model; raises ConfigError naming the settings that the family has no words for."""
+    """config.json of a model; raises ConfigError naming the settings that the family cannot express."""
     hub: Json = {"architectures": [family.architecture], "model_type": family.name}
     try:
         for field in family.fields:
             for key, value in field.write(model).items():
-                both = isinstance(value, dict) and isinstance(hub.get(key), dict)
-                hub[key] = {**hub[key], **value} if both else value
+                both_dicts = isinstance(value, dict) and isinstance(hub.get(key), dict)
+                hub[key] = {**hub[key], **value} if both_dicts else value
         hub["vocab_size"] = vocabulary
-        back = architecture(model_of(read_model(family, hub)))
+        read_back = architecture(model_of(read_model(family, hub)))
     except ConfigError as error:
-        raise ConfigError(f"the hub's {family.name} cannot say this model: {error}") from None
+        raise ConfigError(f"the hub's {family.name} cannot express this model: {error}") from None
     faults = [
-        f"model.{name} {value!r} would be read as {back.get(name)!r}"
+        f"model.{name} {value!r} would be read as {read_back.get(name)!r}"
         for name, value in architecture(model).items()
-        if not _equal(value, back.get(name))
+        if not _equal(value, read_back.get(name))
     ]
     if faults:
-        raise ConfigError(f"the hub's {family.name} cannot say this model: {'; '.join(faults)}")
+        raise ConfigError(f"the hub's {family.name} cannot express this model: {'; '.join(faults)}")
     return hub
 
 
 def architecture(model: ModelConfig) -> Settings:
-    """The settings that decide what a model computes, dotted, in one spelling; what it does not use is left out."""
+    """Dotted settings that affect what a model computes, in canonical form, without those that it does not use."""
     flat = dict(_flat(model.model_dump(mode="json")))
     for name in ("n_kv_heads", "head_dim"):
-        flat[name] = setting(model, name)
+        flat[name] = model_setting(model, name)
     flat["windows"] = windows_of(model)
     flat["moe.d_ff"] = model.moe.d_ff or model.d_ff
     flat["moe.bias_rate"] = model.moe.bias_rate is not None
     flat["mla.v_dim"] = model.mla.v_dim or model.width_of_head
     unused = {"rope.": model.positions != "rope", "moe.": not model.moe.experts, "mla.": not model.mla.kv_rank}
-    rope = {"theta", "scaling", *SCALINGS[KINDS[model.rope.scaling][0]].values()}
+    rope = {"theta", "scaling", *ROPE_KEYS[ROPE_TYPES[model.rope.scaling][0]].values()}
     return {
         name: value for name, value in flat.items()
-        if name not in FREE
-        and not any(name.startswith(part) for part, gone in unused.items() if gone)
+        if name not in TRAINING_SETTINGS
+        and not any(name.startswith(section) for section, is_unused in unused.items() if is_unused)
         and not (name.startswith("rope.") and name.removeprefix("rope.") not in rope)
     }  # fmt: skip
 
 
 def nested(settings: Settings) -> dict[str, Any]:
-    """Dotted settings -> a tree."""
+    """A tree from dotted settings."""
     tree: dict[str, Any] = {}
     for name, value in settings.items():
         *sections, last = name.split(".")
@@ -260,11 +264,11 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _row_of(family: Family, path: str, param: Param) -> TensorRow | None:
+def _find_mapping(family: Family, path: str, param: Param) -> TensorMapping | None:
     stack, _, rest = path.partition("/")
     if stack not in ("layers", "dense_layers", "mtp"):
         return family.outer.get(path)
     if stack == "mtp" and not rest.startswith("block/"):
-        return family.ahead.get(rest)
+        return family.mtp.get(rest)
     rest = rest.removeprefix("block/")
-    return family.mixture.get(rest) if "experts" in param.names else family.block.get(rest)
+    return family.experts.get(rest) if "experts" in param.names else family.block.get(rest)

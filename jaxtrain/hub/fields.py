@@ -1,4 +1,4 @@
-"""How config.json and model settings correspond: one field a correspondence, read and written by the same row."""
+"""How config.json maps to model settings: each field reads and writes one correspondence."""
 
 from __future__ import annotations
 
@@ -14,89 +14,92 @@ Settings = dict[str, Any]
 """Dotted model setting -> value."""
 
 REQUIRED: Any = object()
-SLIDES = {"full_attention": False, "sliding_attention": True}
+LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 
 @dataclass(frozen=True)
 class Field:
-    """`keys` of config.json that this field accounts for, and the two directions."""
+    """The `keys` of config.json that this field handles, and the conversion in both directions."""
 
     keys: tuple[str, ...]
     read: Callable[[Json], Settings]
     write: Callable[[ModelConfig], Json]
 
 
-def same(key: str | tuple[str, ...], settings: str | tuple[str, ...], default: Any = REQUIRED) -> Field:
-    """One value under two names; the first key and the first setting are those written and read back."""
+def equal(key: str | tuple[str, ...], settings: str | tuple[str, ...], default: Any = REQUIRED) -> Field:
+    """A hub key and a setting of equal value. Of several keys or settings the first is the one written or read back."""
     keys = (key,) if isinstance(key, str) else key
-    ours = (settings,) if isinstance(settings, str) else settings
+    names = (settings,) if isinstance(settings, str) else settings
 
     def read(hub: Json) -> Settings:
-        return dict.fromkeys(ours, _of(hub, keys, default))
+        return dict.fromkeys(names, _value(hub, keys, default))
 
-    return Field(keys, read, lambda model: {keys[0]: setting(model, ours[0])})
+    return Field(keys, read, lambda model: {keys[0]: model_setting(model, names[0])})
 
 
-def says(key: str, value: Any) -> Field:
-    """The hub has to say `value` there, or nothing."""
+def constant(key: str, value: Any) -> Field:
+    """A hub key that must be absent or have this value."""
 
     def read(hub: Json) -> Settings:
         if hub.get(key, value) != value:
-            raise ConfigError(f"config.json: {key} is {hub[key]!r}, only {value!r} can be read")
+            raise ConfigError(f"config.json: {key} is {hub[key]!r}, only {value!r} is supported")
         return {}
 
     return Field((key,), read, lambda model: {key: value})
 
 
-def given(**settings: Any) -> Field:
-    """Settings that every model of the family has."""
+def implied(**settings: Any) -> Field:
+    """Settings that are the same for every model of the family."""
     return Field((), lambda hub: dict(settings), lambda model: {})
 
 
-def choice(key: str, name: str, values: Mapping[Any, Any], default: Any = REQUIRED) -> Field:
-    """One of several values, called otherwise by the hub; the first of two hub values for one of ours is written."""
+def one_of(key: str, name: str, values: Mapping[Any, Any], default: Any = REQUIRED) -> Field:
+    """A setting whose values have other names in the hub: `values` is {hub value: setting}; writes the first match."""
 
     def read(hub: Json) -> Settings:
-        value = _of(hub, (key,), default)
+        value = _value(hub, (key,), default)
         if value not in values:
-            raise ConfigError(f"config.json: {key} is {value!r}, only {', '.join(map(repr, values))} can be read")
+            raise ConfigError(f"config.json: {key} is {value!r}, only {', '.join(map(repr, values))} are supported")
         return {name: values[value]}
 
     def write(model: ModelConfig) -> Json:
-        value = setting(model, name)
-        for theirs, ours in values.items():
-            if ours == value:
-                return {key: theirs}
+        value = model_setting(model, name)
+        for hub_value, converted in values.items():
+            if converted == value:
+                return {key: hub_value}
         raise ConfigError(f"model.{name} {value!r} is none of {', '.join(map(repr, dict.fromkeys(values.values())))}")
 
     return Field((key,), read, write)
 
 
 def rope(theta: float) -> Field:
-    """Rotary positions in both of transformers' spellings; `theta` is the family's where config.json says none."""
+    """RoPE settings in both formats of transformers; `theta` is the family's default."""
 
     def read(hub: Json) -> Settings:
-        said = (hub.get("rope_scaling") or {}) | (hub.get("rope_parameters") or {})
-        kind = said.get("rope_type", said.get("type", "default"))
-        base: float = said["rope_theta"] if "rope_theta" in said else hub.get("rope_theta", theta)
-        if kind not in SCALINGS:
-            raise ConfigError(f"config.json: rope_type is {kind!r}, only {', '.join(SCALINGS)} can be read")
-        unknown = said.keys() - {"rope_type", "type", "rope_theta"} - SCALINGS[kind].keys() - EXTRA_ROPE[kind]
-        if unknown or said.get("partial_rotary_factor", 1) != 1:
+        found = (hub.get("rope_scaling") or {}) | (hub.get("rope_parameters") or {})
+        kind = found.get("rope_type", found.get("type", "default"))
+        base: float = found["rope_theta"] if "rope_theta" in found else hub.get("rope_theta", theta)
+        if kind not in ROPE_KEYS:
+            raise ConfigError(f"config.json: rope_type is {kind!r}, only {', '.join(ROPE_KEYS)} are supported")
+        unknown = found.keys() - {"rope_type", "type", "rope_theta"} - ROPE_KEYS[kind].keys() - EXTRA_ROPE_KEYS[kind]
+        if unknown or found.get("partial_rotary_factor", 1) != 1:
             names = ", ".join(sorted(unknown or {"partial_rotary_factor"}))
-            raise ConfigError(f"config.json: rope parameters of {kind} have {names}: a model with them cannot be read")
-        rounded = said.get("truncate", True)
-        out = {"rope.theta": base, "rope.scaling": next(ours for ours, at in KINDS.items() if at == (kind, rounded))}
-        out |= {f"rope.{ours}": said[key] for key, ours in SCALINGS[kind].items() if said.get(key) is not None}
-        mscale, over_all = said.get("mscale"), said.get("mscale_all_dim")
-        if kind == "yarn" and said.get("attention_factor") is None and mscale and over_all:
-            factor = said["factor"]
-            out["rope.attention_factor"] = yarn_growth(factor, mscale) / yarn_growth(factor, over_all)
+            raise ConfigError(f"config.json: rope parameters of {kind} have {names}, which are not supported")
+        rounded = found.get("truncate", True)
+        out = {
+            "rope.theta": base,
+            "rope.scaling": next(name for name, hub_type in ROPE_TYPES.items() if hub_type == (kind, rounded)),
+        }
+        out |= {f"rope.{name}": found[key] for key, name in ROPE_KEYS[kind].items() if found.get(key) is not None}
+        mscale, mscale_all_dim = found.get("mscale"), found.get("mscale_all_dim")
+        if kind == "yarn" and found.get("attention_factor") is None and mscale and mscale_all_dim:
+            factor = found["factor"]
+            out["rope.attention_factor"] = yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
         return out
 
     def write(model: ModelConfig) -> Json:
-        kind, rounded = KINDS[model.rope.scaling]
-        values = {key: getattr(model.rope, ours) for key, ours in SCALINGS[kind].items()}
+        kind, rounded = ROPE_TYPES[model.rope.scaling]
+        values = {key: getattr(model.rope, name) for key, name in ROPE_KEYS[kind].items()}
         if kind == "yarn":
             values["truncate"] = rounded
         return {"rope_theta": model.rope.theta, "rope_scaling": {"rope_type": kind, **values} if values else None}
@@ -104,10 +107,10 @@ def rope(theta: float) -> Field:
     return Field(("rope_theta", "rope_scaling", "rope_parameters"), read, write)
 
 
-# model.rope.scaling -> the hub's rope_type, and whether YaRN's ramp is rounded to whole pairs.
-KINDS = {"none": ("default", True), "linear": ("linear", True), "llama3": ("llama3", True), "yarn": ("yarn", True),
+# {model.rope.scaling: (the hub's rope_type, whether YaRN's ramp is rounded to whole pairs)}
+ROPE_TYPES = {"none": ("default", True), "linear": ("linear", True), "llama3": ("llama3", True), "yarn": ("yarn", True),
          "yarn_unrounded": ("yarn", False)}  # fmt: skip
-SCALINGS: dict[str, dict[str, str]] = {
+ROPE_KEYS: dict[str, dict[str, str]] = {
     "default": {},
     "linear": {"factor": "factor"},
     "llama3": {
@@ -119,13 +122,13 @@ SCALINGS: dict[str, dict[str, str]] = {
         "beta_slow": "beta_slow", "attention_factor": "attention_factor",
     },
 }  # fmt: skip
-EXTRA_ROPE = {kind: {"partial_rotary_factor"} for kind in SCALINGS} | {
+EXTRA_ROPE_KEYS = {kind: {"partial_rotary_factor"} for kind in ROPE_KEYS} | {
     "yarn": {"partial_rotary_factor", "truncate", "mscale", "mscale_all_dim"}
 }
 
 
-def yarn_growth(factor: float, mscale: float = 1.0) -> float:
-    """How much attention is sharpened when context is stretched by `factor` (YaRN, Peng et al. 2023, section 3.4)."""
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's attention factor for a context extended by `factor` (Peng et al. 2023, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
@@ -139,27 +142,27 @@ def one_window() -> Field:
 
 
 def layer_windows(switch: bool) -> Field:
-    """A window for some layers, named by layer_types; `switch`: only where use_sliding_window says so (Qwen)."""
+    """A window for the layers that layer_types names; with `switch` only if use_sliding_window is true (Qwen)."""
 
     def read(hub: Json) -> Settings:
         window, layers = hub.get("sliding_window"), hub["num_hidden_layers"]
         if (switch and not hub.get("use_sliding_window", False)) or window is None:
             return {"windows": [None]}
-        # Without layer_types Qwen's first max_window_layers see everything, gpt-oss alternates from a window on.
-        after = hub.get("max_window_layers", 28)
-        narrow = [i >= after if switch else i % 2 == 0 for i in range(layers)]
-        types = hub.get("layer_types") or ["sliding_attention" if yes else "full_attention" for yes in narrow]
+        # Without layer_types, Qwen's first max_window_layers have no window, and gpt-oss alternates, starting with one.
+        first = hub.get("max_window_layers", 28)
+        windowed = [i >= first if switch else i % 2 == 0 for i in range(layers)]
+        types = hub.get("layer_types") or ["sliding_attention" if flag else "full_attention" for flag in windowed]
         for kind in types:
-            if kind not in SLIDES:
-                raise ConfigError(f"config.json: layer_types has {kind!r}, only {', '.join(SLIDES)} can be read")
-        return {"windows": shortest_period([window if SLIDES[kind] else None for kind in types])}
+            if kind not in LAYER_TYPES:
+                raise ConfigError(f"config.json: layer_types has {kind!r}, only {', '.join(LAYER_TYPES)} are supported")
+        return {"windows": shortest_period([window if LAYER_TYPES[kind] else None for kind in types])}
 
     def write(model: ModelConfig) -> Json:
         windows = windows_of(model)
         size = next((window for window in windows if window), None)
         types = ["sliding_attention" if window else "full_attention" for window in windows]
-        used = {"use_sliding_window": size is not None, "max_window_layers": len(windows)} if switch else {}
-        return {"sliding_window": size, "layer_types": types, **used}
+        switches = {"use_sliding_window": size is not None, "max_window_layers": len(windows)} if switch else {}
+        return {"sliding_window": size, "layer_types": types, **switches}
 
     keys = ("sliding_window", "layer_types", *(("use_sliding_window", "max_window_layers") if switch else ()))
     return Field(keys, read, write)
@@ -171,13 +174,13 @@ def windows_of(model: ModelConfig) -> list[int | None]:
 
 
 def shortest_period(values: list[Any]) -> list[Any]:
-    """The shortest head of a list that, repeated, gives the list."""
+    """The shortest prefix that, repeated, gives the list."""
     lengths = range(1, len(values) + 1)
     return next(values[:n] for n in lengths if all(v == values[i % n] for i, v in enumerate(values)))
 
 
-def setting(model: ModelConfig, name: str) -> Any:
-    """A dotted setting of a model, defaults that follow from other settings filled in."""
+def model_setting(model: ModelConfig, name: str) -> Any:
+    """A dotted model setting, with defaults that follow from other settings resolved."""
     resolved = {"n_kv_heads": model.kv_heads, "head_dim": model.width_of_head}
     if name in resolved:
         return resolved[name]
@@ -187,10 +190,10 @@ def setting(model: ModelConfig, name: str) -> Any:
     return value
 
 
-def _of(hub: Json, keys: tuple[str, ...], default: Any) -> Any:
+def _value(hub: Json, keys: tuple[str, ...], default: Any) -> Any:
     for key in keys:
         if key in hub:
             return hub[key]
     if default is REQUIRED:
-        raise ConfigError(f"config.json has no {keys[0]}: it is needed to know the model")
+        raise ConfigError(f"config.json has no {keys[0]}, which is required")
     return default

@@ -1,4 +1,4 @@
-"""A model's folder as the hub keeps it: config.json and safetensors, read by slices."""
+"""A model folder of the hub: config.json and safetensors files, read by slices."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from jaxtrain.hub.fields import Json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = ("F32", "F16", "BF16")
+READABLE_DTYPES = ("F32", "F16", "BF16")
 
 
 class Folder:
-    """The tensors of a folder, opened; use it in a with statement."""
+    """The tensors of a folder, as a context manager that closes the files."""
 
     def __init__(self, path: Path, base: str) -> None:
-        """Open every file; `base` is put before names of a file of the bare model, which lack it.
+        """Open every file. If no tensor name starts with `base`, it is added to all names but the head's.
 
-        Raises ConfigError where files are missing or unreadable, a name is there twice, or a dtype holds no weights.
+        Raises ConfigError if files are missing or unreadable, or if a tensor is in two files.
         """
         self.path = path
         self._stack = ExitStack()
         self._files: dict[str, tuple[Any, str]] = {}
         for name in _files_of(path):
             self._open(path / name)
-        bare = base and not any(name.startswith(base) for name in self._files)
-        if bare:
+        lacks_base = base and not any(name.startswith(base) for name in self._files)
+        if lacks_base:
             self._files = {
                 name if name.startswith("lm_head.") else base + name: file for name, file in self._files.items()
             }
@@ -49,7 +49,7 @@ class Folder:
             file = self._stack.enter_context(safe_open(path, framework="numpy"))
         except (OSError, SafetensorError) as error:
             self._stack.close()
-            raise ConfigError(f"{path} is not a readable safetensors file ({error}): fetch it again") from None
+            raise ConfigError(f"{path} is not a readable safetensors file ({error}): download it again") from None
         names: list[str] = file.keys()
         for name in names:
             if name in self._files:
@@ -57,21 +57,21 @@ class Folder:
             self._files[name] = (file, name)
 
     def read(self, name: str, slices: tuple[slice, ...]) -> np.ndarray:
-        """A block of a tensor in the dtype of its file; nothing else is read.
+        """A block of a tensor in the dtype of its file; only the block is read.
 
         Raises ConfigError for a dtype other than float32, float16 and bfloat16.
         """
-        if self.dtypes[name] not in DTYPES:
+        if self.dtypes[name] not in READABLE_DTYPES:
             raise ConfigError(
-                f"{self.path}: {name} holds {self.dtypes[name]}, weights of {', '.join(DTYPES)} can be read: use a "
-                "folder that is not quantized"
+                f"{self.path}: {name} holds {self.dtypes[name]}, only {', '.join(READABLE_DTYPES)} are supported: use "
+                "weights that are not quantized"
             )
         file, key = self._files[name]
         block: np.ndarray = file.get_slice(key)[slices]
         return block
 
-    def repeats(self, name: str, original: str, rows: int = 1024) -> bool:
-        """Whether two tensors are equal, some rows at a time."""
+    def are_equal(self, name: str, original: str, rows: int = 1024) -> bool:
+        """Whether two tensors are equal; reads `rows` rows at a time."""
         if self.shapes[name] != self.shapes[original]:
             return False
         size = self.shapes[name][0]
@@ -81,17 +81,19 @@ class Folder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self._files = {}
         self._stack.close()
 
 
 def read_json(path: Path) -> Json:
-    """A JSON object; ConfigError where there is none."""
+    """The JSON object in a file; raises ConfigError if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable JSON ({error}): name a folder as the hub keeps it") from None
+        raise ConfigError(f"{path} is not readable JSON ({error}): name a model folder of the hub") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, not an object")
     return value
@@ -101,8 +103,8 @@ def _files_of(path: Path) -> list[str]:
     if (path / INDEX).is_file():
         names = sorted({*read_json(path / INDEX).get("weight_map", {}).values()})
         if missing := [name for name in names if not (path / name).is_file()]:
-            raise ConfigError(f"{path / INDEX} names {', '.join(missing)}, which the folder lacks: fetch it again")
+            raise ConfigError(f"{path / INDEX} names {', '.join(missing)}, which are missing: download them again")
         return names
     if not (path / SINGLE).is_file():
-        raise ConfigError(f"{path} has neither {SINGLE} nor {INDEX}: only safetensors are read")
+        raise ConfigError(f"{path} has neither {SINGLE} nor {INDEX}: only safetensors files are supported")
     return [SINGLE]

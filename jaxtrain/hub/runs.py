@@ -1,4 +1,4 @@
-"""The verbs: a hub's folder becomes a run before its first update, a run's newest weights become a hub's folder."""
+"""The verbs `import-hf` and `export-hf`: a hub folder becomes a run at step 0; a run's weights become a hub folder."""
 
 from __future__ import annotations
 
@@ -31,43 +31,45 @@ from jaxtrain.train.resolve import Bound, bind
 from jaxtrain.train.run_dir import checkpoint_meta, describe_sharding, write_run
 
 ORIGIN = "hub"
-"""Folder of a run that holds the small files of the model it was imported from."""
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-SMALL = (*TOKENIZERS, "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
-         "chat_template.jinja")  # fmt: skip
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Folder of an imported run that holds the hub's configuration and tokenizer files."""
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+COPIED_FILES = (
+    *TOKENIZER_FILES, "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja",
+)  # fmt: skip
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def import_run(
     directory: Path, run: Path, config: str | None = None, overrides: Sequence[str] = (), ignore: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Make `run` a run of the model in `directory` before its first update; returns what was read.
+    """Create the run `run` from the model in `directory`, at step 0; returns a summary.
 
-    `config` names everything but the model (and the tokenizer, where the folder has one). Raises ConfigError where the
-    folder, the configuration or the data do not fit; nothing is written before all weights are read.
+    config: settings of everything but the model, and of the tokenizer if the folder has none. Raises ConfigError if
+    folder, configuration and data do not fit together; nothing is written before all weights are read.
     """
     family, hub, settings = describe(directory, tuple(ignore))
     _check_new(run)
     tree = (read_yaml(Path(config)) if config else {}) | {"model": nested(settings)}
-    own = next((name for name in TOKENIZERS if (directory / name).is_file()), None)
+    tokenizer = next((name for name in TOKENIZER_FILES if (directory / name).is_file()), None)
 
     def parsed(home: Path) -> RunConfig:
-        """The run's configuration while the tokenizer is in `home`."""
-        path = [f"data.tokenizer.path={json.dumps(str((home / own).absolute()))}"] if own else []
-        return validate(_with_tokenizer(apply_overrides(apply_overrides(tree, path), overrides), directory))
+        """The run's configuration with the tokenizer file in `home`."""
+        path = [f"data.tokenizer.path={json.dumps(str((home / tokenizer).absolute()))}"] if tokenizer else []
+        return validate(_check_tokenizer(apply_overrides(apply_overrides(tree, path), overrides), directory))
 
-    # The run's copy of the tokenizer is there only when all is known to be sound.
+    # Use the folder's tokenizer until everything is checked; then it is copied into the run.
     setup = bind(parsed(directory))
     corpus = prepare(setup.config)
     if corpus.tokenizer.vocab_size > hub["vocab_size"]:
         raise ConfigError(
             f"data.tokenizer.path {setup.config.data.tokenizer.path} has token ids up to "
             f"{corpus.tokenizer.vocab_size - 1}, beyond the {hub['vocab_size']} rows of {directory}: use the model's "
-            "own tokenizer"
+            "tokenizer"
         )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, CheckpointOrder(setup).model_order["params"])
     params = load(directory, family, setup.canonical, hub["vocab_size"], shardings)
-    _write(directory, run, parsed(run / ORIGIN), setup, corpus, params)
+    _write_run(directory, run, parsed(run / ORIGIN), setup, corpus, params)
     return {
         "family": family.name,
         "parameters": setup.model.count(),
@@ -84,35 +86,35 @@ def export_run(
     family: str | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Write a run's newest intact weights as a hub's folder; returns counts.
+    """Write the weights of a run's newest intact checkpoint as a hub folder; returns counts.
 
-    Rows of the vocabulary that the imported model did not have are left out. Raises ConfigError where no family's
-    table can say the model, or `directory` is there already.
+    Rows of the vocabulary that the imported model did not have are left out. Raises ConfigError if no family can
+    express the model, or if `directory` exists already.
     """
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is not a run (it has no config.yaml): name the --run directory of a training")
+        raise ConfigError(f"{run} is not a run (it has no config.yaml): name the --run directory of a training run")
     config = load_config(run / "config.yaml", overrides, hints=False)
     origin = run / ORIGIN
     hub = read_json(origin / "config.json") if (origin / "config.json").is_file() else {}
     vocabulary = hub.get("vocab_size", config.model.vocab_size)
-    chosen, said = _say(config, vocabulary, family or hub.get("model_type"))
+    chosen, hub_config = _find_family(config, vocabulary, family or hub.get("model_type"))
     setup = bind(config)
     tokenizer = tokenizer_of(config, list_sources(config.data, cache_of(config.data)), cache_of(config.data))
-    step, params = _weights(run, config, setup, tokenizer)
-    bounds = max(math.floor(max_shard_gb * 1e9), 1)
-    with new_folder(directory) as half:
-        counts = save(half, chosen, setup.canonical, params, vocabulary, dtype, bounds)
-        special = {key: hub[key] for key in SPECIAL if key in hub} or _special(tokenizer)
+    step, params = _restore_weights(run, config, setup, tokenizer)
+    shard_bytes = max(math.floor(max_shard_gb * 1e9), 1)
+    with new_folder(directory) as temporary:
+        counts = save(temporary, chosen, setup.canonical, params, vocabulary, dtype, shard_bytes)
+        special = {key: hub[key] for key in SPECIAL_TOKENS if key in hub} or _special_tokens(tokenizer)
         if jax.process_index() == 0:
-            write_json(half / "config.json", {**said, **special, "dtype": dtype, "torch_dtype": dtype})
-            _write_tokenizer(half, origin, tokenizer, special)
+            write_json(temporary / "config.json", {**hub_config, **special, "dtype": dtype, "torch_dtype": dtype})
+            _write_tokenizer(temporary, origin, tokenizer, special)
     return {"family": chosen.name, "update": step, "dtype": dtype, "vocabulary": vocabulary, **counts}
 
 
-def _with_tokenizer(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
+def _check_tokenizer(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
     if (tree.get("data") or {}).get("tokenizer", {}).get("path") is None:
         raise ConfigError(
-            f"{directory} has neither {' nor '.join(TOKENIZERS)}: name the model's tokenizer with "
+            f"{directory} has neither {' nor '.join(TOKENIZER_FILES)}: name the model's tokenizer with "
             "--data.tokenizer.path FILE"
         )
     return tree
@@ -120,17 +122,17 @@ def _with_tokenizer(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 def _check_new(run: Path) -> None:
     if run.is_file() or (run.is_dir() and any(run.iterdir())):
-        raise ConfigError(f"{run} is there already: name a run directory that is empty or new")
+        raise ConfigError(f"{run} exists already: name a new or empty run directory")
 
 
-def _write(directory: Path, run: Path, config: RunConfig, setup: Bound, corpus: Corpus, params: Any) -> None:
-    """The run directory and its checkpoint at update 0, which holds a fresh optimizer and the data's first place."""
+def _write_run(directory: Path, run: Path, config: RunConfig, setup: Bound, corpus: Corpus, params: Any) -> None:
+    """Write the run directory and its checkpoint at step 0: a new optimizer state and the start of the data."""
     primary = jax.process_index() == 0
     barrier("imported")
     if primary:
         write_run(run, config, describe_sharding(setup), environment())
         (run / ORIGIN).mkdir()
-        for name in SMALL:
+        for name in COPIED_FILES:
             if (directory / name).is_file():
                 shutil.copyfile(directory / name, run / ORIGIN / name)
     first = setup.phases[0]
@@ -143,8 +145,8 @@ def _write(directory: Path, run: Path, config: RunConfig, setup: Bound, corpus: 
         checkpoints.wait()
 
 
-def _say(config: RunConfig, vocabulary: int, name: str | None) -> tuple[Family, Json]:
-    """The family that has words for the model, and its config.json; without a name the first that has."""
+def _find_family(config: RunConfig, vocabulary: int, name: str | None) -> tuple[Family, Json]:
+    """The named family, or the first that can express the model, and its config.json."""
     if name is not None:
         family = family_of(name)
         return family, write_model(family, config.model, vocabulary)
@@ -154,32 +156,34 @@ def _say(config: RunConfig, vocabulary: int, name: str | None) -> tuple[Family, 
             return family, write_model(family, config.model, vocabulary)
         except ConfigError as error:
             reasons.append(f"\n  {error}")
-    raise ConfigError(f"no family of the hub can say this model:{''.join(reasons)}")
+    raise ConfigError(f"no family of the hub can express this model:{''.join(reasons)}")
 
 
-def _weights(run: Path, config: RunConfig, setup: Bound, tokenizer: TextTokenizer) -> tuple[int, Any]:
+def _restore_weights(run: Path, config: RunConfig, setup: Bound, tokenizer: TextTokenizer) -> tuple[int, Any]:
     with contextlib.closing(Checkpoints(run / "checkpoints", config.checkpoint)) as checkpoints:
-        found = checkpoints.restore(CheckpointOrder(setup).checkpoint_layout)
-    if found is None:
-        raise ConfigError(f"{run} has no checkpoint yet: train it first")
-    if found.meta["tokenizer"] != tokenizer.fingerprint:
-        raise ConfigError(f"the tokenizer of {run} is not the one it was trained with: restore data.tokenizer.path")
-    return found.step, found.state["params"]
+        restored = checkpoints.restore(CheckpointOrder(setup).checkpoint_layout)
+    if restored is None:
+        raise ConfigError(f"{run} has no checkpoint: train it first")
+    if restored.meta["tokenizer"] != tokenizer.fingerprint:
+        raise ConfigError(
+            f"the tokenizer of {run} is not the one that it was trained with: restore data.tokenizer.path"
+        )
+    return restored.step, restored.state["params"]
 
 
-def _special(tokenizer: TextTokenizer) -> Json:
+def _special_tokens(tokenizer: TextTokenizer) -> Json:
     return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
 
 
 def _write_tokenizer(directory: Path, origin: Path, tokenizer: TextTokenizer, special: Json) -> None:
-    """tokenizer.json and what generation needs: the files that came with the model, or new ones."""
-    for name in SMALL:
+    """Write tokenizer.json and what generation needs: the imported model's files, or new ones."""
+    for name in COPIED_FILES:
         if name != "config.json" and (origin / name).is_file():
             shutil.copyfile(origin / name, directory / name)
-    (directory / TOKENIZERS[0]).write_text(tokenizer.json, encoding="utf-8")
+    (directory / TOKENIZER_FILES[0]).write_text(tokenizer.json, encoding="utf-8")
     if not (directory / "generation_config.json").exists():
         write_json(directory / "generation_config.json", special)
     if not (directory / "tokenizer_config.json").exists():
-        ends = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
-        words = {name: tokenizer.inner.id_to_token(end) for name, end in ends.items() if end is not None}
-        write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **words})
+        ids = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
+        tokens = {name: tokenizer.inner.id_to_token(i) for name, i in ids.items() if i is not None}
+        write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})

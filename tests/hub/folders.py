@@ -1,4 +1,4 @@
-"""Folders of the hub for tests: the reference models, their parameter trees, files made of random numbers."""
+"""Hub folders for tests: the reference models, their tensors, and folders written from tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tensors_in(folder: Path) -> dict[str, np.ndarray]:
 
 
 def write_folder(folder: Path, config: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """A folder of one file."""
+    """Write a folder with one safetensors file."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_bytes((config / "config.json").read_bytes())
     save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "model.safetensors")
@@ -31,6 +31,6 @@ def write_folder(folder: Path, config: Path, tensors: dict[str, np.ndarray]) -> 
 
 
 def opened(folder: Path, **changes: Any) -> tuple[Family, Model, int]:
-    """Family, model (settings changed) and the hub's vocabulary of a folder."""
+    """Family, model (with settings changed) and hub vocabulary size of a folder."""
     family, hub, settings = describe(folder)
     return family, build(model_of(settings | changes)), hub["vocab_size"]

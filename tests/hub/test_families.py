@@ -1,4 +1,4 @@
-"""The tables against files that transformers wrote: every tensor is claimed once, config.json comes back as it was."""
+"""The families' tables against files written by transformers: every tensor is mapped, config.json round-trips."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtrain.hub.families import FAMILIES, family_of
 from jaxtrain.hub.family import (
     architecture,
     check_tensors,
-    leaves_of,
+    map_params,
     model_of,
     read_model,
     tensors_of,
@@ -24,36 +24,36 @@ from jaxtrain.mesh.layout import flatten_paths
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
-def test_every_tensor_is_claimed_exactly_once(name: str) -> None:
+def test_every_tensor_is_mapped_exactly_once(name: str) -> None:
     family, model, vocabulary = opened(ROOT / name)
-    leaves = leaves_of(family, model, vocabulary)
+    params = map_params(family, model, vocabulary)
     tensors = {key: array.shape for key, array in tensors_in(ROOT / name).items()}
-    check_tensors(family, leaves, tensors)
-    claimed = tensors_of(leaves)
-    assert claimed.keys() == tensors.keys()
-    # Several parameters share a tensor only as its parts, each once.
-    for claims in claimed.values():
-        assert sorted(leaf.row.part for leaf, _ in claims) == [*range(claims[0][0].row.parts)]
-    assert flatten_paths(model.params).keys() == leaves.keys()
+    check_tensors(family, params, tensors)
+    mapped = tensors_of(params)
+    assert mapped.keys() == tensors.keys()
+    # Parameters that share a tensor are its parts, each once.
+    for parts in mapped.values():
+        assert sorted(param.mapping.part for param, _ in parts) == [*range(parts[0][0].mapping.parts)]
+    assert flatten_paths(model.params).keys() == params.keys()
     numbers = json.loads((ROOT / name / "reference.json").read_text())
-    untrained = sum(leaf.param.size for path, leaf in leaves.items() if path.endswith("correction"))
+    untrained = sum(param.param.size for path, param in params.items() if path.endswith("correction"))
     assert model.count() - untrained == numbers["parameters"]
 
 
 SPELLINGS = {"num_experts": "num_local_experts"}
-# Keys that other keys or the tensors overrule: null for 4 x width, the start of windows beside layer_types, 1 for none.
-FOLLOWS = {"n_inner", "max_window_layers", "num_nextn_predict_layers"}
+# Keys that other keys or the tensors override: null for 4 x width, the first window beside layer_types, 1 for none.
+OVERRIDDEN = {"n_inner", "max_window_layers", "num_nextn_predict_layers"}
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
-def test_config_comes_back_as_it_was(name: str) -> None:
+def test_config_round_trips(name: str) -> None:
     family, model, vocabulary = opened(ROOT / name)
     before = json.loads((ROOT / name / "config.json").read_text())
     written = write_model(family, model.config, vocabulary)
-    told = {key for field in family.fields for key in field.keys} - {"rope_scaling", "rope_parameters", "rope_theta"}
-    for key in told & written.keys():
+    keys = {key for field in family.fields for key in field.keys} - {"rope_scaling", "rope_parameters", "rope_theta"}
+    for key in keys & written.keys():
         spelled = key if key in before else SPELLINGS.get(key, key)
-        if spelled not in before or key in FOLLOWS:
+        if spelled not in before or key in OVERRIDDEN:
             continue
         assert written[key] == before[spelled], key
     again = model_of(read_model(family, written))
@@ -61,7 +61,7 @@ def test_config_comes_back_as_it_was(name: str) -> None:
 
 
 def test_settings_of_the_reference_models() -> None:
-    """By hand from config.json, key by key."""
+    """Expected values copied from config.json."""
     model = opened(ROOT / "llama3_rope")[1].config
     assert (model.vocab_size, model.d_model, model.n_layers, model.n_heads, model.kv_heads) == (192, 64, 3, 4, 2)
     assert (model.width_of_head, model.d_ff, model.max_seq_len, model.norm_eps, model.tied_head) == (
@@ -83,8 +83,8 @@ def test_settings_of_the_reference_models() -> None:
     assert deepseek.width_of_head == 16 and deepseek.mtp == 0
 
 
-# Published config.json, the keys that describe the model, against the shipped structures (parameter counts of which
-# are tested elsewhere).
+# Published config.json files, without keys that do not describe the model, against the shipped structures. Their
+# parameter counts are tested elsewhere.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama3_8b": {
         "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
@@ -124,7 +124,7 @@ def test_published_configs_are_the_shipped_structures(name: str) -> None:
     assert read.vocab_size == shipped.vocab_size
 
 
-def test_yarn_of_deepseek_is_told_in_our_words_and_back() -> None:
+def test_yarn_of_deepseek_round_trips() -> None:
     hub = json.loads((ROOT / "deepseek_v3" / "config.json").read_text()) | {
         "rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": {
             "type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
@@ -133,7 +133,7 @@ def test_yarn_of_deepseek_is_told_in_our_words_and_back() -> None:
     }  # fmt: skip
     family = family_of("deepseek_v3")
     model = model_of(read_model(family, hub))
-    # The numbers of the published formula: mscale / mscale = 1; (0.1 ln 40 + 1)^2 / sqrt(24).
+    # From the published formula: mscale / mscale = 1; (0.1 ln 40 + 1)^2 / sqrt(24).
     assert model.rope.attention_factor == pytest.approx(1.0)
     assert model.attention_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(24))
     assert model.rope.scaling == "yarn"
@@ -142,11 +142,11 @@ def test_yarn_of_deepseek_is_told_in_our_words_and_back() -> None:
         assert again[key] == (pytest.approx(value) if isinstance(value, float) else value), key
 
 
-def test_further_tokens_have_deepseeks_names() -> None:
-    """The names of DeepSeek-V3's last layer, as published; its embedding and head repeat the model's."""
+def test_multi_token_prediction_has_deepseeks_names() -> None:
+    """Names of the published DeepSeek-V3's last layer; its embedding and head are copies of the model's."""
     family, model, vocabulary = opened(ROOT / "deepseek_v3", mtp=1)
-    leaves = leaves_of(family, model, vocabulary)
-    names = {name for name in tensors_of(leaves) if name.startswith("model.layers.3.")}
+    params = map_params(family, model, vocabulary)
+    names = {name for name in tensors_of(params) if name.startswith("model.layers.3.")}
     assert {
         "enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight", "input_layernorm.weight",
         "self_attn.kv_b_proj.weight", "mlp.experts.7.down_proj.weight", "mlp.gate.e_score_correction_bias",
@@ -155,10 +155,10 @@ def test_further_tokens_have_deepseeks_names() -> None:
     shapes = {key: array.shape for key, array in tensors_in(ROOT / "deepseek_v3").items()}
     for name in names:
         source = name.replace("layers.3.", "layers.2.")
-        own = {"eh_proj.weight": (64, 128)}
-        shapes[name] = own.get(name.removeprefix("model.layers.3."), shapes.get(source, (64,)))
+        shape_of = {"eh_proj.weight": (64, 128)}
+        shapes[name] = shape_of.get(name.removeprefix("model.layers.3."), shapes.get(source, (64,)))
     shapes |= {"model.layers.3.embed_tokens.weight": (192, 64), "model.layers.3.shared_head.head.weight": (192, 64)}
-    assert check_tensors(family, leaves, shapes) == {
+    assert check_tensors(family, params, shapes) == {
         "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
         "model.layers.3.shared_head.head.weight": "lm_head.weight",
     }
@@ -177,13 +177,13 @@ def test_further_tokens_have_deepseeks_names() -> None:
         ({"hidden_size": None}, "d_model"),
     ],
 )
-def test_what_cannot_be_read_is_named(changes: dict[str, Any], needle: str) -> None:
+def test_unsupported_settings_are_named(changes: dict[str, Any], needle: str) -> None:
     hub = json.loads((ROOT / "llama" / "config.json").read_text()) | changes
     with pytest.raises(ConfigError, match=needle):
         model_of(read_model(family_of(hub["model_type"]), hub))
 
 
-def test_a_missing_key_is_named_and_an_ignored_one_is_not() -> None:
+def test_a_missing_key_is_an_error_and_an_ignored_one_is_not() -> None:
     hub = json.loads((ROOT / "llama" / "config.json").read_text())
     assert read_model(FAMILIES["llama"], hub | {"logit_scale": 0.5}, ["logit_scale"])["d_model"] == 64
     del hub["hidden_size"]
@@ -205,7 +205,7 @@ def test_a_missing_key_is_named_and_an_ignored_one_is_not() -> None:
         ("gpt2", {}, "activation 'swiglu' is none of 'gelu_tanh', 'gelu'"),
     ],
 )
-def test_what_a_family_cannot_say_is_named(family: str, changes: dict[str, Any], needle: str) -> None:
+def test_settings_that_a_family_cannot_express_are_named(family: str, changes: dict[str, Any], needle: str) -> None:
     with pytest.raises(ConfigError, match=needle):
         write_model(FAMILIES[family], ModelConfig(**changes), 100)
 
@@ -216,14 +216,14 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named() -> None:
     shapes["model.layers.0.mlp.gate_proj.weights"] = shapes.pop("model.layers.0.mlp.gate_proj.weight")
     shapes["model.norm.weight"] = (63,)
     with pytest.raises(ConfigError) as caught:
-        check_tensors(family, leaves_of(family, model, vocabulary), shapes)
+        check_tensors(family, map_params(family, model, vocabulary), shapes)
     text = str(caught.value)
     assert "model.layers.0.mlp.gate_proj.weight is missing" in text
     assert "gate_proj.weights [128, 64] is unknown (did you mean model.layers.0.mlp.gate_proj.weight?)" in text
     assert "model.norm.weight has shape [63], parameter norm/scale [64] needs [64]" in text
 
 
-def test_a_parameter_without_a_tensor_is_named() -> None:
+def test_a_parameter_without_a_tensor_is_an_error() -> None:
     _, model, vocabulary = opened(ROOT / "qwen3")
     with pytest.raises(ConfigError, match=r"gpt2 has no tensor for .*layers/mlp/gate/weight"):
-        leaves_of(FAMILIES["gpt2"], model, vocabulary)
+        map_params(FAMILIES["gpt2"], model, vocabulary)

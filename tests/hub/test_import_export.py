@@ -1,4 +1,4 @@
-"""import-hf and export-hf as verbs: a run that trains, evaluates and generates, and a folder that holds its weights."""
+"""import-hf and export-hf: the imported run trains, evaluates and generates; the exported folder has its weights."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def overrides(text: Path, cache: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def imported(hub: Path, text: Path, tmp_path_factory: Any) -> Path:
-    """A run of the folder with padded rows, before its first update."""
+    """A run of the folder with a padded vocabulary, at step 0."""
     run = tmp_path_factory.mktemp("runs") / "imported"
     rest = overrides(text, run.parent / "cache")
     assert main(["import-hf", str(hub), str(run), "--json", "--model.vocab_size", "256", *rest]) == 0
     return run
 
 
-def test_a_fresh_import_exports_the_same_bits(imported: Path, hub: Path, tmp_path: Path) -> None:
+def test_exporting_an_import_gives_the_same_bits(imported: Path, hub: Path, tmp_path: Path) -> None:
     assert main(["export-hf", str(imported), str(tmp_path / "out")]) == 0
     got, want = tensors_in(tmp_path / "out"), tensors_in(hub)
     assert got.keys() == want.keys()
@@ -76,11 +76,11 @@ def test_a_fresh_import_exports_the_same_bits(imported: Path, hub: Path, tmp_pat
         assert after[key] == before[key], key
     for name in ("tokenizer.json", "generation_config.json"):
         assert json.loads((tmp_path / "out" / name).read_text()) == json.loads((hub / name).read_text())
-    words = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert (words["bos_token"], words["eos_token"]) == ("<s>", "</s>")
+    tokens = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (tokens["bos_token"], tokens["eos_token"]) == ("<s>", "</s>")
 
 
-def test_training_starts_from_the_weights_with_a_fresh_optimizer(
+def test_training_starts_from_the_weights_with_a_new_optimizer_state(
     imported: Path, hub: Path, tmp_path: Path, capsys: Any
 ) -> None:
     run = shutil.copytree(imported, tmp_path / "run")
@@ -103,12 +103,12 @@ def test_training_starts_from_the_weights_with_a_fresh_optimizer(
     trained = tensors_in(tmp_path / "out")
     assert trained.keys() == tensors_in(hub).keys()
     assert trained["model.embed_tokens.weight"].shape == (192, 64)
-    moved = np.abs(trained["model.norm.weight"].astype(np.float32) - tensors_in(hub)["model.norm.weight"])
-    assert 0 < moved.max() < 0.02
+    change = np.abs(trained["model.norm.weight"].astype(np.float32) - tensors_in(hub)["model.norm.weight"])
+    assert 0 < change.max() < 0.02
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
 
 
-def test_a_run_from_scratch_is_exported_by_the_first_family_that_can_say_it(text: Path, tmp_path: Path) -> None:
+def test_a_new_run_is_exported_by_the_first_family_that_can_express_it(text: Path, tmp_path: Path) -> None:
     make_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "run.yaml").write_text(
         "model: {vocab_size: 160, d_model: 32, n_layers: 2, n_heads: 4, d_ff: 48, max_seq_len: 64, norm: layernorm,"
@@ -119,10 +119,10 @@ def test_a_run_from_scratch_is_exported_by_the_first_family_that_can_say_it(text
     run, out = str(tmp_path / "run"), tmp_path / "out"
     assert main(["train", str(tmp_path / "run.yaml"), "--run", run, "--json", *rest]) == 0
     assert main(["export-hf", run, str(out)]) == 0
-    said = json.loads((out / "config.json").read_text())
-    assert (said["model_type"], said["activation_function"], said["vocab_size"]) == ("gpt2", "relu2", 160)
-    assert (said["bos_token_id"], said["eos_token_id"]) == (1, 2)
-    # The folder is read again, by a run that pads its vocabulary.
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["activation_function"], config["vocab_size"]) == ("gpt2", "relu2", 160)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+    # Import the folder again into a run with a padded vocabulary.
     again = tmp_path / "again"
     assert main(["import-hf", str(out), str(again), "--model.vocab_size=192", *rest]) == 0
     first, second = open_run(Path(run)), open_run(again)
@@ -142,7 +142,7 @@ def test_a_run_from_scratch_is_exported_by_the_first_family_that_can_say_it(text
         (lambda hub: (hub / "config.json").write_text('{"model_type": "mamba"}'), "'mamba' has no table"),
     ],
 )
-def test_what_cannot_be_imported_leaves_no_run(
+def test_a_failed_import_leaves_no_run(
     spoil: Any, needle: str, hub: Path, text: Path, tmp_path: Path, capsys: Any
 ) -> None:
     folder = shutil.copytree(hub, tmp_path / "hub")
@@ -159,24 +159,24 @@ def make_big_tokenizer(path: Path) -> None:
     Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")).save(str(path))
 
 
-def test_directories_that_are_there_are_left_alone(imported: Path, hub: Path, tmp_path: Path, capsys: Any) -> None:
+def test_existing_directories_are_not_changed(imported: Path, hub: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "file").write_text("mine")
     assert main(["import-hf", str(hub), str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert main(["export-hf", str(imported), str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_export_names_what_the_family_cannot_say(imported: Path, tmp_path: Path, capsys: Any) -> None:
+def test_export_names_the_family_that_cannot_express_the_model(imported: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["export-hf", str(imported), str(tmp_path / "out"), "--family", "gpt2"]) == 2
-    assert "the hub's gpt2 cannot say this model" in capsys.readouterr().err
+    assert "the hub's gpt2 cannot express this model" in capsys.readouterr().err
     assert main(["export-hf", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 2
     assert "is not a run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_settings_that_do_not_fit_the_weights_are_named(hub: Path, text: Path, tmp_path: Path) -> None:
+def test_settings_that_do_not_match_the_weights_are_named(hub: Path, text: Path, tmp_path: Path) -> None:
     _, changed = split_overrides([*overrides(text, tmp_path / "cache"), "--model.d_ff=96"])
     with pytest.raises(ConfigError, match=r"mlp\.gate_proj\.weight has shape \[128, 64\], parameter layers/mlp/gate"):
         import_run(hub, tmp_path / "run", None, changed)
