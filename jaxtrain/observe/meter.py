@@ -44,7 +44,7 @@ class Meter:
         assert tokens >= 0 and seconds > 0 and wait >= 0, f"reading of {tokens} tokens, {seconds} s, {wait} s waiting"
         if not compiled:
             self._readings.append((tokens, seconds, wait))
-        return {"step_s": seconds, "data_wait_s": wait, **self._rates(tokens, seconds)}
+        return {"step_time_s": seconds, "step_s": seconds, "data_wait_s": wait, **self._rates(tokens, seconds)}
 
     def summary(self) -> Measures:
         """Rates over all measured time, median tokens/s, step seconds p50/p90/p99; None where nothing was measured."""

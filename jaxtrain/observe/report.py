@@ -85,16 +85,15 @@ def smooth(points: Sequence[Point], share: float = 0.03) -> list[Point]:
     return out
 
 
-def summary(run_dir: Path, result: Mapping[str, Any], quiet: bool = False) -> None:
-    """Write RUN/summary.json atomically and print the closing table; numbers that are absent or None are left out."""
+def write_summary(run_dir: Path, result: Mapping[str, Any]) -> None:
+    """Write RUN/summary.json atomically."""
     text = json.dumps(dict(result), indent=1, default=str)
     write_atomic(Path(run_dir) / "summary.json", (text + "\n").encode())
-    if not quiet:
-        print_summary(run_dir, result, Console())
 
 
-def print_summary(run_dir: Path, result: Mapping[str, Any], console: Console) -> None:
-    """Print the closing table and the generated sample."""
+def print_summary(run_dir: Path, result: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the closing table and the generated sample; numbers that are absent or None are left out."""
+    console = console or Console()
     table = Table(box=box.SIMPLE_HEAD, show_header=False, title=f"{run_dir}", title_justify="left", title_style="bold")
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

@@ -76,6 +76,28 @@ def check_same_run(directory: Path, config: RunConfig) -> list[str]:
     return [f"{key} changed from {a!r} to {b!r} since the last start" for key, a, b in rows]
 
 
+def check_same_data(directory: Path, config: RunConfig, meta: dict[str, Any], corpus: Corpus) -> list[str]:
+    """One line for each change of the data that data.allow_changed accepts.
+
+    Raises ConfigError where corpus or tokenizer are not those of the checkpoint of this `meta`.
+    """
+    lines = []
+    for key, value in (("corpus", corpus.fingerprint), ("tokenizer", corpus.tokenizer_fingerprint)):
+        if meta[key] == value:
+            continue
+        changed = f"the {key} changed since this run began ({meta[key][:12]} -> {value[:12]})"
+        if key == "corpus" and config.data.allow_changed:
+            lines.append(f"{changed}: data.allow_changed, the run continues at the same position of another order")
+            continue
+        fix = (
+            "restore data.sources, start another --run, or set data.allow_changed"
+            if key == "corpus"
+            else f"set data.tokenizer.path to the tokenizer of {directory}, or start another --run"
+        )
+        raise ConfigError(f"{changed}: the data position of {directory} is meaningless for it; {fix}")
+    return lines
+
+
 def read_summary(directory: Path) -> dict[str, Any] | None:
     """The summary of a finished run, None where there is none; raises ConfigError where it is unreadable."""
     path = directory / "summary.json"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxtrain.observe.report import draw_curve, eval_points, print_summary, smooth, summary
+from jaxtrain.observe.report import draw_curve, eval_points, print_summary, smooth, write_summary
 
 
 def write_rows(folder, rows):
@@ -96,10 +96,11 @@ def test_a_known_chip_and_an_empty_result():
 
 
 def test_summary_is_written_whole_and_printed(tmp_path, capsys):
-    summary(tmp_path, RESULT)
+    write_summary(tmp_path, RESULT)
+    print_summary(tmp_path, RESULT)
     assert json.loads((tmp_path / "summary.json").read_text()) == RESULT
     assert "held-out loss" in capsys.readouterr().out
-    summary(tmp_path, {"steps": 1}, quiet=True)
+    write_summary(tmp_path, {"steps": 1})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
     assert capsys.readouterr().out == ""
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 from runs import LENGTH, ROWS, VOCAB, config_of, packed_rows, setup_of, train_on, worst_relative_error
 
-from jaxtrain.config import validate
 from jaxtrain.data import IGNORE
 from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.step import compile_step
@@ -155,26 +152,3 @@ def test_other_optimizers_do_not_depend_on_the_mesh(name: str) -> None:
     laid = train_on(setup_of(config), batches)
     for got, want in zip(laid[0], plain[0], strict=True):
         assert got["loss"] == pytest.approx(want["loss"], rel=1e-4)
-
-
-def test_exactly_one_compilation_of_the_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from jaxtrain.train.loop import train
-
-    (tmp_path / "corpus").mkdir()
-    for i in range(20):
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"the quick brown fox {i} jumps over the lazy dog\n" * 9)
-    config = validate({
-        "model": {"vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32, "max_seq_len": 32},
-        "data": {
-            "sources": [{"text": str(tmp_path / "corpus")}], "tokenizer": {"vocab_size": 300}, "seq_len": 32,
-            "cache": str(tmp_path / "cache"), "held_out": 0.2,
-        },
-        "train": {"steps": 6, "global_batch": 8, "sample_prompt": ""},
-        "eval": {"every": 2, "batches": 1},
-        "checkpoint": {"every": 2},
-    })  # fmt: skip
-    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
-        train(config, tmp_path / "run", quiet=True)
-    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
-    assert sum("jit(train_step)" in message for message in compiled) == 1, compiled
-    assert sum("jit(evaluate)" in message for message in compiled) == 1, compiled

@@ -1,0 +1,65 @@
+"""The compiled train step of each phase of data.schedule, with a meter for each."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+
+from jaxtrain.data import phase_at
+from jaxtrain.launch.distributed import barrier
+from jaxtrain.observe.meter import Meter
+from jaxtrain.train.resolve import Bound
+from jaxtrain.train.state import TrainState
+from jaxtrain.train.step import Batch, compile_step
+
+
+class PhaseSteps:
+    """The train step of the phase that a step belongs to, compiled once when the phase begins."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self.phase = -1
+        self.compiled_at = 0
+        """Steps done when the current phase was compiled: the next step also warms up."""
+        self.compile_s = 0.0
+        self.meters: dict[int, Meter] = {}
+
+    def begins(self, done: int) -> bool:
+        """Whether another phase begins after `done` steps."""
+        return phase_at(self._bound.phases, done) != self.phase
+
+    def enter(self, done: int) -> None:
+        """Compile the phase that begins after `done` steps; every process waits for the slowest compiler."""
+        begin, bound = time.perf_counter(), self._bound
+        self.phase, self.compiled_at = phase_at(bound.phases, done), done
+        self._train_step = compile_step(bound.step, bound.abstract, bound.phase_batch(self.phase))
+        self.compile_s += time.perf_counter() - begin
+        self.meters[self.phase] = Meter(
+            bound.config.model,
+            bound.phases[self.phase].seq_len,
+            jax.devices()[0].device_kind,
+            bound.topology.devices.size,
+            bound.config.precision.compute,
+            jax.config.jax_default_matmul_precision,
+        )
+        barrier("compiled")
+
+    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        """One optimizer step; the state is donated."""
+        return self._train_step(state, batch)
+
+    @property
+    def meter(self) -> Meter:
+        """The meter of the current phase."""
+        return self.meters[self.phase]
+
+    def summary(self) -> dict[str, Any]:
+        """Rates of the current phase; with data.schedule, those of each phase of this start too."""
+        bound = self._bound
+        if len(bound.phases) == 1:
+            return self.meter.summary()
+        phases = [dataclasses.asdict(bound.phases[index]) | each.summary() for index, each in self.meters.items()]
+        return {"phases": phases, **self.meter.summary()}

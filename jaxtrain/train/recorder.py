@@ -1,0 +1,120 @@
+"""Metrics of each step: read from the device one step late, counted, and written to the log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxtrain.config import ConfigError
+from jaxtrain.data import Corpus
+from jaxtrain.observe.log import Log, MetricsRow
+from jaxtrain.train.experts import traffic_metrics
+from jaxtrain.train.phase_steps import PhaseSteps
+from jaxtrain.train.resolve import Bound
+
+
+@dataclass
+class Counters:
+    """Where a run stands: steps done, scored tokens of applied steps, skipped steps."""
+
+    step: int = 0
+    tokens: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A step whose metrics are still on the device."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    wait: float
+
+
+class Recorder:
+    """Turns the device's metrics into rows of metrics.jsonl.
+
+    Rows lag one step behind the device, so that the device never waits for the host: `push` records the step before.
+    """
+
+    def __init__(self, bound: Bound, corpus: Corpus, phases: PhaseSteps, log: Log, counters: Counters) -> None:
+        self._bound, self._corpus, self._phases, self._log, self._counters = bound, corpus, phases, log, counters
+        self._pending: _Pending | None = None
+        self._first: dict[str, Any] = {}
+        self._advance: Callable[[MetricsRow], None] = lambda row: None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave what came before out of the next step's time (compilation, evaluation)."""
+        self._mark = time.perf_counter()
+
+    def show_progress(self, advance: Callable[[MetricsRow], None]) -> None:
+        """Call `advance` with each row."""
+        self._advance = advance
+
+    def before_first(self, values: Mapping[str, Any]) -> None:
+        """Values of before the first step; they join its row as NAME_before."""
+        self._first = {f"{name}_before": value for name, value in values.items()}
+
+    def push(self, step: int, metrics: dict[str, jax.Array], wait: float) -> None:
+        """Record the step before; `step` waits for the next call of `push` or `flush`."""
+        self.flush()
+        self._pending = _Pending(step, metrics, wait)
+
+    def flush(self, evaluate: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """Wait for the pending step and record it; what `evaluate` returns joins its row.
+
+        Raises ConfigError after precision.max_skipped skipped steps in a row.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        values = {name: value.tolist() for name, value in jax.device_get(pending.metrics).items()}
+        now = time.perf_counter()
+        seconds, self._mark = now - self._mark, now
+        applied, in_a_row = bool(values.pop("applied")), int(values.pop("skipped_in_a_row"))
+        row = self._row(pending, values, applied, seconds)
+        if evaluate is not None:
+            row |= evaluate()
+            self.restart_clock()
+        self._log.record(row)
+        self._advance(row)
+        self._report_skipped(pending.step, values, applied, in_a_row)
+
+    def _row(self, pending: _Pending, values: dict[str, Any], applied: bool, seconds: float) -> MetricsRow:
+        counters, step = self._counters, pending.step
+        counters.tokens += values["scored_tokens"] if applied else 0
+        counters.skipped += not applied
+        traffic_PP = values.pop("expert_traffic", None)
+        row = {"step": step, **values, "tokens_total": counters.tokens, "skipped_total": counters.skipped}
+        row["records_skipped"] = self._corpus.skipped
+        row |= self._experts(step, traffic_PP, values.get("overflowed", 0))
+        warms_up = step == self._phases.compiled_at + 1
+        row |= self._phases.meter.record(values["scored_tokens"], seconds, pending.wait, compiled=warms_up)
+        return row | (self._first if step == 1 else {})
+
+    def _experts(self, step: int, traffic_PP: list[list[float]] | None, overflowed: int) -> dict[str, float]:
+        """Bytes of a step's traffic between experts; tokens that overflowed a bounded buffer are reported."""
+        if traffic_PP is None:
+            return {}
+        if overflowed:
+            self._log.info(
+                f"step {step}: {overflowed:,} choices of experts did not fit the receive buffer and count as zero "
+                f"(model.moe.buffer {self._bound.config.model.moe.buffer}): raise it, or null for the worst case"
+            )
+        return traffic_metrics(traffic_PP, self._bound.expert_token_bytes, self._bound.expert_crossings)
+
+    def _report_skipped(self, step: int, values: Mapping[str, Any], applied: bool, in_a_row: int) -> None:
+        if not applied:
+            why = "no token was scored" if values["scored_tokens"] == 0 else "a gradient was not finite"
+            self._log.info(f"step {step} skipped: {why} (loss scale {values['loss_scale']:g}, {in_a_row} in a row)")
+        limit = self._bound.config.precision.max_skipped
+        if in_a_row >= limit:
+            raise ConfigError(
+                f"{in_a_row} steps in a row had non-finite gradients (precision.max_skipped {limit}): lower "
+                "optimizer.learning_rate or use precision.compute bfloat16"
+            )

@@ -1,0 +1,84 @@
+"""A run between two starts: its state, what it reads and writes, and how it resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+
+from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint.order import CheckpointOrder
+from jaxtrain.data import Corpus
+from jaxtrain.numerics.counter import counter_int
+from jaxtrain.observe.log import Log
+from jaxtrain.train.feed import BatchFeed
+from jaxtrain.train.recorder import Counters
+from jaxtrain.train.resolve import Bound
+from jaxtrain.train.run_dir import check_same_data, checkpoint_meta
+from jaxtrain.train.state import TrainState
+
+
+class Run:
+    """What hooks see of a run: `bound`, `corpus`, `log`, `directory`, `state`, `step`; they may call `stop`."""
+
+    def __init__(self, bound: Bound, corpus: Corpus, checkpoints: Checkpoints, log: Log, directory: Path) -> None:
+        self.bound, self.corpus, self.log, self.directory = bound, corpus, log, directory
+        self.counters = Counters()
+        self.feed = BatchFeed(bound, corpus)
+        self.resumed_from: int | None = None
+        self.stopped: str | None = None
+        """Why a hook asked the run to end before its last step."""
+        self.state: TrainState
+        self._checkpoints, self._order = checkpoints, CheckpointOrder(bound)
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self.counters.step
+
+    @property
+    def last(self) -> bool:
+        """Whether no step follows."""
+        return self.stopped is not None or self.step >= self.bound.config.train.steps
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step: it is checkpointed, and the same command resumes it."""
+        self.stopped = reason
+
+    def restore(self) -> None:
+        """Restore the newest intact checkpoint, or initialise the state.
+
+        Raises ConfigError where corpus or tokenizer are not those of the checkpoint.
+        """
+        found = self._checkpoints.restore(self._order.checkpoint_layout)
+        if found is None:
+            self.state = self.bound.init_state()
+            self.log.resume_at(0)
+            return
+        for line in check_same_data(self.directory, self.bound.config, found.meta, self.corpus):
+            self.log.info(line)
+        self.state = self._order.from_checkpoint(found.state)
+        self.feed.set_state(found.data)
+        self.resumed_from = found.step
+        tokens = counter_int(jax.device_get(self.state["tokens"]))
+        self.counters = Counters(found.step, tokens, found.meta["skipped"])
+        self.log.resume_at(self.step)
+        self.log.info(f"resumed at step {self.step} of {self.bound.config.train.steps}, {tokens:,} tokens trained")
+
+    def save(self) -> None:
+        """Save a checkpoint of this step."""
+        counters, bound = self.counters, self.bound
+        meta = checkpoint_meta(
+            bound.config, bound.topology.sizes, self.corpus, counters.step, int(self.state["steps"]), counters.tokens,
+            counters.skipped,
+        )  # fmt: skip
+        self._checkpoints.save(self.step, self._order.to_checkpoint(self.state), self.feed.get_state(), meta)
+
+    def close(self) -> None:
+        """Stop reading data."""
+        self.feed.close()
+
+    def wait_for_checkpoints(self) -> int | None:
+        """Wait until every checkpoint is written; the newest step that has one."""
+        self._checkpoints.wait()
+        return self._checkpoints.latest()

@@ -1,0 +1,90 @@
+"""The loop: one compilation, hooks between steps, stopping and resuming, and an end that plots cannot spoil."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jaxtrain.config import RunConfig, validate
+from jaxtrain.train import summary
+from jaxtrain.train.loop import train
+from jaxtrain.train.run import Run
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("loop")
+    (folder / "corpus").mkdir()
+    for i in range(20):
+        (folder / "corpus" / f"{i}.txt").write_text(f"the quick brown fox {i} jumps over the lazy dog\n" * 9)
+    return validate({
+        "model": {"vocab_size": 300, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 32, "max_seq_len": 32},
+        "data": {
+            "sources": [{"text": str(folder / "corpus")}], "tokenizer": {"vocab_size": 300}, "seq_len": 32,
+            "cache": str(folder / "cache"), "held_out": 0.2,
+        },
+        "train": {"steps": 6, "global_batch": 8, "sample_prompt": ""},
+        "eval": {"every": 2, "batches": 1},
+        "checkpoint": {"every": 2},
+        "observe": {"tensorboard": False},
+    })  # fmt: skip
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class StopAt:
+    """Reports the step at every second step and stops the run at one of them."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def due(self, run: Run) -> bool:
+        return run.step % 2 == 0
+
+    def __call__(self, run: Run) -> dict[str, Any]:
+        if run.step == self.at:
+            run.stop(f"asked to stop at {self.at}")
+        return {"hook": run.step}
+
+
+def test_one_compilation_hooks_between_steps_and_a_stopped_run_resumes(
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        unbroken = train(config, tmp_path / "unbroken", quiet=True)
+    compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
+    assert sum("jit(train_step)" in message for message in compiled) == 1, compiled
+    assert sum("jit(evaluate)" in message for message in compiled) == 1, compiled
+    assert unbroken["steps"] == unbroken["updates"] == 6 and "stopped" not in unbroken
+
+    stopped = train(config, tmp_path / "run", quiet=True, hooks=[StopAt(4)])
+    assert (stopped["steps"], stopped["stopped"], stopped["checkpoint"]) == (4, "asked to stop at 4", 4)
+    assert [row.get("hook") for row in rows_of(tmp_path / "run")] == [None, 2, None, 4]
+    assert rows_of(tmp_path / "run")[0]["hook_before"] == 0
+    finished = train(config, tmp_path / "run", quiet=True)
+    assert (finished["steps"], finished["resumed_from"]) == (6, 4)
+    for key in ("loss", "grad_norm", "tokens_total", "eval_loss"):
+        assert [row.get(key) for row in rows_of(tmp_path / "run")] == [
+            row.get(key) for row in rows_of(tmp_path / "unbroken")
+        ]
+
+
+def test_a_plot_that_fails_is_reported_and_the_run_is_complete(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(directory: Path) -> Path:
+        assert json.loads((directory / "summary.json").read_text())["steps"] == 6, "the summary is written first"
+        raise RuntimeError("no fonts here")
+
+    monkeypatch.setattr(summary, "draw_curve", broken)
+    result = train(config, tmp_path / "run")
+    assert result["picture"] is None and result["steps"] == 6
+    assert "picture left out: RuntimeError: no fonts here" in capsys.readouterr().out
+    assert train(config, tmp_path / "run", quiet=True)["steps"] == 6, "a finished run is left alone"
