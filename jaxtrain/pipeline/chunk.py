@@ -1,9 +1,10 @@
-"""What a stage does with one of its chunks: forward, back, and the two halves of going back.
+"""The computation of one stage on one of its chunks: forward, backward, and the two halves of a split backward.
 
-A chunk's places are loops of turns, a turn is some segments, and a segment some layers: what is kept of it on the way
-forward is its input and what remat.policy names; the way back computes the rest again.
+A chunk's layer slots are loops; an iteration of a loop runs some segments, and a segment some layers. The forward pass
+saves each segment's residuals: its input and the values that remat.policy names. The backward pass recomputes the rest.
 
-Functions here see one stage: the executor vmaps them over the pipe axis. Legend: v chunks, B rows, L length, D model.
+The functions here see one stage; the executor vmaps them over the pipe axis. Legend: v chunks, J' layer slots of one
+stack in a chunk, B sequences, L length, D model.
 """
 
 from __future__ import annotations
@@ -23,44 +24,44 @@ from jaxtrain.mesh.constraints import active_mesh
 from jaxtrain.nn.layers import BatchTotals, Flow
 from jaxtrain.nn.model import KEEP_ALL, Model
 from jaxtrain.numerics.remat import residual_names, restore_residuals, save_residuals
-from jaxtrain.pipeline.buffers import HOSTED, ON_DEVICE, SlotStore, put, take
+from jaxtrain.pipeline.buffers import DEVICE_STORE, HOST_STORE, SlotStore, read_slot, write_slot
 from jaxtrain.pipeline.halves import Halves, halve
 from jaxtrain.pipeline.split import Loop, Segment, loops_of
 from jaxtrain.pipeline.stages import Stages
 
 Tree = Any
 Sums = dict[str, jax.Array]
-Seen = tuple[jax.Array, jax.Array]
-"""Positions and segments [B, L] of a microbatch."""
+TokenFields = tuple[jax.Array, jax.Array]
+"""Position and segment ids [B, L] of a microbatch."""
 Buffers = list[list[list[jax.Array]]]
-"""For each loop, segment of a turn and kept value [slots, turns, ...]."""
+"""For each loop, segment of an iteration and saved value: [slots, iterations, ...]."""
 
 
 class StageState(NamedTuple):
-    """What a stage holds of each stack, all chunks together; leaves have v J' rows."""
+    """A stage's layers of each stack, all chunks together; leaves are [v J', ...]."""
 
     weights: Tree
     data: Tree
-    """What `Model.data` says of each layer."""
-    real: Tree
-    """Whether a place holds a layer."""
+    """`Model.data` of each layer."""
+    occupied: Tree
+    """Whether a slot holds a layer."""
 
 
 class BackwardInputs(NamedTuple):
-    """What the way back through a segment has in both halves: its layers, what they see, what was kept."""
+    """Inputs of a segment's backward pass beside cotangents, available to both halves of a split one."""
 
-    own: StageState
+    state: StageState
     flow: Flow
-    kept: list[jax.Array]
-    """The input [B, L, D], and what remat.policy keeps beside it."""
+    residuals: list[jax.Array]
+    """The segment's input [B, L, D], then the values that remat.policy saves."""
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """A chunk's layers as functions of the weights that a stage owns.
+    """A chunk's layers as functions of a stage's weights.
 
-    weights: of the whole model, in stage order; specs: their PartitionSpecs, None outside a mesh; totals: what is known
-    of the global batch.
+    weights: of the whole model, in stage order; specs: their PartitionSpecs, None outside a mesh; totals: totals of the
+    global batch.
     """
 
     model: Model
@@ -72,229 +73,243 @@ class Chunk:
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
-        """The places of a chunk in order."""
+        """The layer slots of a chunk, in order."""
         return loops_of(self.stages.pattern, self.remat.every)
 
     @cached_property
     def slot_store(self) -> SlotStore:
-        """How what is kept is written and read."""
-        return HOSTED if self.remat.policy == "offload" else ON_DEVICE
+        """How residuals are written and read."""
+        return HOST_STORE if self.remat.policy == "offload" else DEVICE_STORE
 
-    def _kept(self, buffers: list[jax.Array], slot: jax.Array, n: jax.Array) -> list[jax.Array]:
-        x_BLD, *beside = (self.slot_store.take(buffer, slot, n) for buffer in buffers)
-        # What an idle place finds is of another microbatch than it sees: a softmax's denominator of hidden keys would
-        # make infinities of visible ones, and zero times those is no number.
-        return [x_BLD, *(jnp.where(slot >= 0, value, 0) for value in beside)]
+    def _read_residuals(self, buffers: list[jax.Array], slot: jax.Array, n: jax.Array) -> list[jax.Array]:
+        x_BLD, *named = (self.slot_store.read(buffer, slot, n) for buffer in buffers)
+        # An idle slot reads another microbatch's values. A softmax denominator of masked keys with visible scores would
+        # give infinities, and their zero cotangents NaN.
+        return [x_BLD, *(jnp.where(slot >= 0, value, 0) for value in named)]
 
     def _flow(self, positions_BL: jax.Array, segments_BL: jax.Array) -> Flow:
         return self.model.flow(self.weights, positions_BL, segments_BL, self.totals)
 
     def forward(
-        self, own: StageState, chunk: jax.Array, x_BLD: jax.Array, seen: Seen, kept: Buffers | None, slot: jax.Array
-    ) -> tuple[jax.Array, Buffers | None, Tree]:
-        """x through chunk number `chunk`: (its output, buffers with what is kept in `slot`, stats by stack [J', ...]).
+        self, state: StageState, chunk: jax.Array, x_BLD: jax.Array, fields: TokenFields, residuals: Buffers | None,
+        slot: jax.Array,
+    ) -> tuple[jax.Array, Buffers | None, Tree]:  # fmt: skip
+        """x through chunk number `chunk`: (output, residual buffers, stats by stack [J', ...]).
 
-        Nothing is written where slot is -1, nothing kept without buffers.
+        Residuals are written to `slot`, to none where it is -1. Without buffers none are saved.
         """
-        flow, written = self._flow(*seen), list[Any]()
+        flow, written = self._flow(*fields), list[Any]()
         reports: list[Tree] = []
         for i, loop in enumerate(self.loops):
 
-            def turn(carry: Any, n: jax.Array, loop: Loop = loop) -> tuple[Any, Tree]:
+            def iteration(carry: Any, n: jax.Array, loop: Loop = loop) -> tuple[Any, Tree]:
                 (x_BLD, buffers), found = carry, []
                 for j, segment in enumerate(loop.segments):
-                    part = self._part(own, chunk, segment, n)
+                    part = self._segment_state(state, chunk, segment, n)
                     if buffers is None:
-                        (x_BLD, _), stats = self._layers(segment, part, x_BLD, flow)
+                        (x_BLD, _), stats = self._run_layers(segment, part, x_BLD, flow)
                     else:
-                        x_BLD, values, stats = self._keep(segment, part, x_BLD, flow)
-                        places = [self.slot_store.put(b, x, slot, n) for b, x in zip(buffers[j], values, strict=True)]
-                        buffers = [*buffers[:j], places, *buffers[j + 1 :]]
+                        x_BLD, values, stats = self._forward_segment(segment, part, x_BLD, flow)
+                        updated = [
+                            self.slot_store.write(b, x, slot, n) for b, x in zip(buffers[j], values, strict=True)
+                        ]
+                        buffers = [*buffers[:j], updated, *buffers[j + 1 :]]
                     found.append(stats)
-                return (x_BLD, buffers), _joined(found)
+                return (x_BLD, buffers), _concatenate_stats(found)
 
-            start = x_BLD, None if kept is None else kept[i]
-            (x_BLD, buffers), report = lax.scan(turn, start, jnp.arange(loop.turns))
+            start = x_BLD, None if residuals is None else residuals[i]
+            (x_BLD, buffers), report = lax.scan(iteration, start, jnp.arange(loop.iterations))
             written.append(buffers)
             reports.append(jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), report))
-        return x_BLD, None if kept is None else written, _joined(reports)
+        return x_BLD, None if residuals is None else written, _concatenate_stats(reports)
 
     def backward(
-        self, own: StageState, total: Tree, chunk: jax.Array, seen: Seen, kept: Buffers, slot: jax.Array,
-        ct_BLD: jax.Array, cotangent: jax.Array, stored: Buffers | None, place: jax.Array,
+        self, state: StageState, gradients: Tree, chunk: jax.Array, fields: TokenFields, residuals: Buffers,
+        slot: jax.Array, cotangent_BLD: jax.Array, objective_cotangent: jax.Array, weight_residuals: Buffers | None,
+        weight_slot: jax.Array,
     ) -> tuple[jax.Array, Tree, Buffers | None]:  # fmt: skip
-        """Back through a chunk from what `forward` kept in `slot`: (cotangent of its input, sums, `stored`).
+        """Backward of a chunk from the residuals in `slot`: (cotangent of its input, gradients, weight residuals).
 
-        Gradients of weights are added to the sums `total`; with buffers `stored` what `backward_weights` needs is
-        written there into `place` instead, nowhere where it is -1.
+        `objective_cotangent` is the cotangent of the layers' objectives. Gradients of weights are added to `gradients`.
+        With buffers `weight_residuals` they are not computed; the inputs of `backward_weights` are written to
+        `weight_slot` of these buffers instead, to none where it is -1.
         """
-        flow, written = self._flow(*seen), list[Any]()
+        flow, written = self._flow(*fields), list[Any]()
         for i, loop in reversed(list(enumerate(self.loops))):
 
-            def turn(carry: Any, n: jax.Array, i: int = i, loop: Loop = loop) -> tuple[Any, None]:
-                ct_BLD, total, buffers = carry
+            def iteration(carry: Any, n: jax.Array, i: int = i, loop: Loop = loop) -> tuple[Any, None]:
+                cotangent_BLD, gradients, buffers = carry
                 for j, segment in reversed(list(enumerate(loop.segments))):
-                    known = BackwardInputs(self._part(own, chunk, segment, n), flow, self._kept(kept[i][j], slot, n))
+                    part = self._segment_state(state, chunk, segment, n)
+                    inputs = BackwardInputs(part, flow, self._read_residuals(residuals[i][j], slot, n))
+                    cotangents = cotangent_BLD, objective_cotangent
                     if buffers is None:
-                        ct_BLD, gradient = self._back(segment, known, (ct_BLD, cotangent))
-                        total = self._add(total, gradient, chunk, segment, n)
+                        cotangent_BLD, gradient = self._backward_segment(segment, inputs, cotangents)
+                        gradients = self._add_gradient(gradients, gradient, chunk, segment, n)
                     else:
-                        ct_BLD, values = self._halves(segment, known).inputs(known, (ct_BLD, cotangent))
-                        places = [put(b, value, place, n) for b, value in zip(buffers[j], values, strict=True)]
-                        buffers = [*buffers[:j], places, *buffers[j + 1 :]]
-                return (ct_BLD, total, buffers), None
+                        cotangent_BLD, values = self._halves(segment, inputs).input_half(inputs, cotangents)
+                        updated = [write_slot(b, x, weight_slot, n) for b, x in zip(buffers[j], values, strict=True)]
+                        buffers = [*buffers[:j], updated, *buffers[j + 1 :]]
+                return (cotangent_BLD, gradients, buffers), None
 
-            start = ct_BLD, total, None if stored is None else stored[i]
-            (ct_BLD, total, buffers), _ = lax.scan(turn, start, jnp.arange(loop.turns), reverse=True)
+            start = cotangent_BLD, gradients, None if weight_residuals is None else weight_residuals[i]
+            steps = jnp.arange(loop.iterations)
+            (cotangent_BLD, gradients, buffers), _ = lax.scan(iteration, start, steps, reverse=True)
             written.insert(0, buffers)
-        return ct_BLD, total, None if stored is None else written
+        return cotangent_BLD, gradients, None if weight_residuals is None else written
 
     def backward_weights(
-        self, own: StageState, total: Tree, chunk: jax.Array, seen: Seen, kept: Buffers, slot: jax.Array,
-        stored: Buffers, place: jax.Array,
+        self, state: StageState, gradients: Tree, chunk: jax.Array, fields: TokenFields, residuals: Buffers,
+        slot: jax.Array, weight_residuals: Buffers, weight_slot: jax.Array,
     ) -> Tree:  # fmt: skip
-        """`total` with the gradients of a chunk's weights added, from what `backward` stored; none if place is -1."""
-        flow = self._flow(*seen)
+        """`gradients` plus those of a chunk's weights, from what `backward` wrote; unchanged if weight_slot is -1."""
+        flow = self._flow(*fields)
         for i, loop in enumerate(self.loops):
 
-            def turn(total: Tree, n: jax.Array, i: int = i, loop: Loop = loop) -> tuple[Tree, None]:
+            def iteration(gradients: Tree, n: jax.Array, i: int = i, loop: Loop = loop) -> tuple[Tree, None]:
                 for j, segment in enumerate(loop.segments):
-                    known = BackwardInputs(self._part(own, chunk, segment, n), flow, self._kept(kept[i][j], slot, n))
-                    gradient = self._halves(segment, known).weights(known, [take(b, place, n) for b in stored[i][j]])
-                    gradient = jax.tree.map(lambda g: jnp.where(place >= 0, g, 0), gradient)
-                    total = self._add(total, gradient, chunk, segment, n)
-                return total, None
+                    part = self._segment_state(state, chunk, segment, n)
+                    inputs = BackwardInputs(part, flow, self._read_residuals(residuals[i][j], slot, n))
+                    values = [read_slot(b, weight_slot, n) for b in weight_residuals[i][j]]
+                    gradient = self._halves(segment, inputs).weight_half(inputs, values)
+                    gradient = jax.tree.map(lambda g: jnp.where(weight_slot >= 0, g, 0), gradient)
+                    gradients = self._add_gradient(gradients, gradient, chunk, segment, n)
+                return gradients, None
 
-            total, _ = lax.scan(turn, total, jnp.arange(loop.turns))
-        return total
+            gradients, _ = lax.scan(iteration, gradients, jnp.arange(loop.iterations))
+        return gradients
 
     # Shapes of buffers ----------------------------------------------------------------------------------------------
 
-    def stats(self, own: StageState, x_BLD: jax.Array, seen: Seen) -> Tree:
-        """Shapes of the stats of a stack's layers in a chunk, by stack."""
-        return jax.eval_shape(lambda: self.forward(own, jnp.int32(0), x_BLD, seen, None, jnp.int32(-1))[2])
+    def stats_shapes(self, state: StageState, x_BLD: jax.Array, fields: TokenFields) -> Tree:
+        """Shapes of the stats of a chunk, by stack."""
+        return jax.eval_shape(lambda: self.forward(state, jnp.int32(0), x_BLD, fields, None, jnp.int32(-1))[2])
 
-    def kept(self, own: StageState, x_BLD: jax.Array, seen: Seen) -> Tree:
-        """Shapes of what `forward` keeps of each segment [turns, ...]."""
-        return self._shapes(lambda segment: self._known(own, segment, x_BLD, seen).kept)
+    def residual_shapes(self, state: StageState, x_BLD: jax.Array, fields: TokenFields) -> Tree:
+        """Shapes of the residuals of each segment [iterations, ...]."""
+        return self._shapes(lambda segment: self._backward_inputs(state, segment, x_BLD, fields).residuals)
 
-    def stored(self, own: StageState, x_BLD: jax.Array, seen: Seen) -> Tree:
-        """Shapes of what `backward` stores of each segment [turns, ...]."""
+    def weight_residual_shapes(self, state: StageState, x_BLD: jax.Array, fields: TokenFields) -> Tree:
+        """Shapes of the weight-gradient residuals of each segment [iterations, ...]."""
 
         def values(segment: Segment) -> list[jax.Array]:
-            known = self._known(own, segment, x_BLD, seen)
-            return self._halves(segment, known).inputs(known, (x_BLD, jnp.float32(0)))[1]
+            inputs = self._backward_inputs(state, segment, x_BLD, fields)
+            return self._halves(segment, inputs).input_half(inputs, (x_BLD, jnp.float32(0)))[1]
 
         return self._shapes(values)
 
     def _shapes(self, values: Callable[[Segment], list[jax.Array]]) -> Tree:
-        def one(segment: Segment, turns: int) -> list[jax.ShapeDtypeStruct]:
+        def shapes(segment: Segment, iterations: int) -> list[jax.ShapeDtypeStruct]:
             found = jax.eval_shape(partial(values, segment))
-            return [jax.ShapeDtypeStruct((turns, *value.shape), value.dtype) for value in found]
+            return [jax.ShapeDtypeStruct((iterations, *value.shape), value.dtype) for value in found]
 
-        return [[one(segment, loop.turns) for segment in loop.segments] for loop in self.loops]
+        return [[shapes(segment, loop.iterations) for segment in loop.segments] for loop in self.loops]
 
-    def _known(self, own: StageState, segment: Segment, x_BLD: jax.Array, seen: Seen) -> BackwardInputs:
-        flow = self._flow(*seen)
-        part = self._part(own, jnp.int32(0), segment, jnp.int32(0))
-        return BackwardInputs(part, flow, self._keep(segment, part, x_BLD, flow)[1])
+    def _backward_inputs(
+        self, state: StageState, segment: Segment, x_BLD: jax.Array, fields: TokenFields
+    ) -> BackwardInputs:
+        flow = self._flow(*fields)
+        part = self._segment_state(state, jnp.int32(0), segment, jnp.int32(0))
+        return BackwardInputs(part, flow, self._forward_segment(segment, part, x_BLD, flow)[1])
 
     # One segment ----------------------------------------------------------------------------------------------------
 
-    def _layers(
+    def _run_layers(
         self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: Flow
     ) -> tuple[tuple[jax.Array, jax.Array], Tree]:
-        """Its layers in turn: ((x, their objective), stats by stack); a place without a layer passes x on."""
+        """Run a segment's layers: ((x, their objective), stats by stack); an empty slot returns its input."""
         objective, reports = jnp.float32(0), []
-        at = dict.fromkeys(segment.stacks, 0)
+        index = dict.fromkeys(segment.stacks, 0)
         for stack in segment.stacks:
-            i, block = at[stack], self.model.block(self.weights, stack)
-            layer, row, there = jax.tree.map(lambda a, i=i: a[i], tuple(tree[stack] for tree in part))
-            y_BLD, stats = block(self._pin_layer(stack, layer), x_BLD, flow, row)
-            if not self.stages.real[stack].all():
-                y_BLD = jnp.where(there, y_BLD, x_BLD)
-                stats = jax.tree.map(lambda s, there=there: jnp.where(there, s, jnp.zeros_like(s)), stats)
+            i, block = index[stack], self.model.block(self.weights, stack)
+            layer, data, occupied = jax.tree.map(lambda a, i=i: a[i], tuple(tree[stack] for tree in part))
+            y_BLD, stats = block(self._constrain_layer(stack, layer), x_BLD, flow, data)
+            if not self.stages.occupied[stack].all():
+                y_BLD = jnp.where(occupied, y_BLD, x_BLD)
+                stats = jax.tree.map(lambda s, on=occupied: jnp.where(on, s, jnp.zeros_like(s)), stats)
             x_BLD, objective = y_BLD, objective + stats.get("objective", jnp.float32(0))
             reports.append({stack: jax.tree.map(lambda s: s[None], stats)})
-            at[stack] += 1
-        return (x_BLD, objective), _joined(reports)
+            index[stack] += 1
+        return (x_BLD, objective), _concatenate_stats(reports)
 
-    def _keep(
+    def _forward_segment(
         self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: Flow
     ) -> tuple[jax.Array, list[jax.Array], Tree]:
-        with save_residuals(residual_names(self.remat)) as beside:
-            (y_BLD, _), stats = self._layers(segment, part, x_BLD, flow)
-        return y_BLD, [x_BLD, *beside], stats
+        """(output, residuals, stats by stack)."""
+        with save_residuals(residual_names(self.remat)) as named:
+            (y_BLD, _), stats = self._run_layers(segment, part, x_BLD, flow)
+        return y_BLD, [x_BLD, *named], stats
 
-    def _back(
-        self, segment: Segment, known: BackwardInputs, cotangents: tuple[jax.Array, jax.Array]
+    def _backward_segment(
+        self, segment: Segment, inputs: BackwardInputs, cotangents: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, Tree]:
-        """(cotangent of the input, gradient of weights) from those of the output and of the objective."""
-        own, flow, (x_BLD, *beside) = known
+        """(cotangent of the input, gradient of the weights) from the cotangents of output and objective."""
+        state, flow, (x_BLD, *named) = inputs
 
         def run(weights: Tree, x_BLD: jax.Array) -> Any:
-            return self._layers(segment, own._replace(weights=weights), x_BLD, flow)
+            return self._run_layers(segment, state._replace(weights=weights), x_BLD, flow)
 
-        with restore_residuals(residual_names(self.remat), beside):
-            _, pull, _ = jax.vjp(run, own.weights, x_BLD, has_aux=True)
-        gradient, gx_BLD = pull((cotangents[0], cotangents[1].astype(jnp.float32)))
-        return gx_BLD, gradient
+        with restore_residuals(residual_names(self.remat), named):
+            _, pull, _ = jax.vjp(run, state.weights, x_BLD, has_aux=True)
+        gradient, dx_BLD = pull((cotangents[0], cotangents[1].astype(jnp.float32)))
+        return dx_BLD, gradient
 
-    def _halves(self, segment: Segment, known: BackwardInputs) -> Halves:
-        return halve(partial(self._back, segment), known, (known.kept[0], jnp.float32(0)))
+    def _halves(self, segment: Segment, inputs: BackwardInputs) -> Halves:
+        return halve(partial(self._backward_segment, segment), inputs, (inputs.residuals[0], jnp.float32(0)))
 
-    # Rows of a stage ------------------------------------------------------------------------------------------------
+    # Layer slots of a stage -----------------------------------------------------------------------------------------
 
-    def _place(self, stack: str, chunk: jax.Array, segment: Segment, n: jax.Array) -> jax.Array:
-        first, a_turn = segment.at[stack]
-        place = first + n * a_turn
-        # One chunk: a place that is the same on all stages, so that a slice stays a slice under vmap.
-        return place if self.stages.shape[1] == 1 else place + jnp.maximum(chunk, 0) * self.stages.rows[stack].shape[2]
+    def _first_slot(self, stack: str, chunk: jax.Array, segment: Segment, n: jax.Array) -> jax.Array:
+        first, per_iteration = segment.slots[stack]
+        slot = first + n * per_iteration
+        # With one chunk the index is the same on all stages, so that a slice stays a slice under vmap.
+        return slot if self.stages.shape[1] == 1 else slot + jnp.maximum(chunk, 0) * self.stages.rows[stack].shape[2]
 
-    def _part(self, own: StageState, chunk: jax.Array, segment: Segment, n: jax.Array) -> StageState:
-        """What a segment needs of what the stage owns, in turn n of its loop."""
+    def _segment_state(self, state: StageState, chunk: jax.Array, segment: Segment, n: jax.Array) -> StageState:
+        """The stage's layers that a segment runs in iteration n of its loop."""
         found: dict[str, StageState] = {}
-        for stack in segment.at:
-            place, size = self._place(stack, chunk, segment, n), segment.stacks.count(stack)
-            here = StageState(*(tree[stack] for tree in own))
-            cut = partial(lax.dynamic_slice_in_dim, start_index=place, slice_size=size)
-            found[stack] = jax.tree.map(cut, here)
+        for stack in segment.slots:
+            slot, size = self._first_slot(stack, chunk, segment, n), segment.stacks.count(stack)
+            of_stack = StageState(*(tree[stack] for tree in state))
+            found[stack] = jax.tree.map(partial(lax.dynamic_slice_in_dim, start_index=slot, slice_size=size), of_stack)
         return StageState(*({stack: part[i] for stack, part in found.items()} for i in range(len(StageState._fields))))
 
-    def _add(self, total: Tree, gradient: Tree, chunk: jax.Array, segment: Segment, n: jax.Array) -> Tree:
-        def one(place: jax.Array, total: jax.Array, gradient: jax.Array) -> jax.Array:
-            old = lax.dynamic_slice_in_dim(total, place, len(gradient))
-            return lax.dynamic_update_slice_in_dim(total, old + gradient.astype(jnp.float32), place, 0)
+    def _add_gradient(self, gradients: Tree, gradient: Tree, chunk: jax.Array, segment: Segment, n: jax.Array) -> Tree:
+        def add(slot: jax.Array, total: jax.Array, addend: jax.Array) -> jax.Array:
+            old = lax.dynamic_slice_in_dim(total, slot, len(addend))
+            return lax.dynamic_update_slice_in_dim(total, old + addend.astype(jnp.float32), slot, 0)
 
-        total = dict(total)
-        for stack in segment.at:
-            # In float32 from here: the sum itself, not the addend, decides where it lies.
-            addend = self._pin_layers(stack, gradient[stack])
-            total[stack] = jax.tree.map(partial(one, self._place(stack, chunk, segment, n)), total[stack], addend)
-        return total
+        gradients = dict(gradients)
+        for stack in segment.slots:
+            # Constrained before the addition in float32: the sharding of the sum follows the sum, not the addend.
+            addend = self._constrain_layers(stack, gradient[stack])
+            slot = self._first_slot(stack, chunk, segment, n)
+            gradients[stack] = jax.tree.map(partial(add, slot), gradients[stack], addend)
+        return gradients
 
-    def _pin_layer(self, stack: str, weights: Tree) -> Tree:
-        """One layer's weights, or their gradient, as the layout cuts them."""
-        return weights if self.specs is None else pin(
+    def _constrain_layer(self, stack: str, weights: Tree) -> Tree:
+        """One layer's weights, sharded as in the layout."""
+        return weights if self.specs is None else constrain_specs(
             weights, jax.tree.map(lambda s: PartitionSpec(*s[1:]), self.specs[stack])
         )  # fmt: skip
 
-    def _pin_layers(self, stack: str, weights: Tree) -> Tree:
-        return weights if self.specs is None else pin(
+    def _constrain_layers(self, stack: str, weights: Tree) -> Tree:
+        """A segment's weights [layers, ...] or their gradients, sharded as in the layout."""
+        return weights if self.specs is None else constrain_specs(
             weights, jax.tree.map(lambda s: PartitionSpec(None, *s[1:]), self.specs[stack])
         )  # fmt: skip
 
 
-def pin(tree: Tree, specs: Tree) -> Tree:
-    """Arrays constrained to their PartitionSpecs; as they are outside a mesh."""
+def constrain_specs(tree: Tree, specs: Tree) -> Tree:
+    """Arrays constrained to their PartitionSpecs; unchanged outside a mesh."""
     mesh = active_mesh()
     if mesh is None:
         return tree
     return jax.tree.map(lambda a, s: lax.with_sharding_constraint(a, NamedSharding(mesh, s)), tree, specs)
 
 
-def _joined(reports: Sequence[Mapping[str, Sums]]) -> dict[str, Sums]:
-    """Reports of parts of a chunk, by stack, one after another; what reports nothing is left out."""
+def _concatenate_stats(reports: Sequence[Mapping[str, Sums]]) -> dict[str, Sums]:
+    """Stats of parts of a chunk, concatenated by stack; stacks without stats are left out."""
     found: dict[str, list[Sums]] = {}
     for report in reports:
         for stack, stats in report.items():

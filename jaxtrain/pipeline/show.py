@@ -31,7 +31,7 @@ from jaxtrain.pipeline.schedule import (
     timeline,
 )
 from jaxtrain.pipeline.split import StageSplit, split_stages
-from jaxtrain.pipeline.table import KINDS, Costs
+from jaxtrain.pipeline.table import OP_KINDS, Costs
 from jaxtrain.train.batch import BatchShape
 from jaxtrain.train.resolve import resolve
 
@@ -99,7 +99,7 @@ class Picture:
     def slots(self) -> dict[str, int]:
         """Slots of each buffer on a stage."""
         s = self.schedule
-        counts = (s.input_slots, s.kept_slots, s.cotangent_slots, s.stored_slots)
+        counts = (s.input_slots, s.residual_slots, s.cotangent_slots, s.weight_residual_slots)
         return dict(zip(("input", "kept", "cotangent", "stored"), counts, strict=True))
 
     def layers(self, stage: int) -> list[range]:
@@ -163,7 +163,7 @@ class Picture:
     def svg(self) -> str:
         """Both pictures as one SVG document."""
         P = self.schedule.shape.stages
-        kinds = [kind for kind in KINDS if self.schedule.places(kind)]
+        kinds = [kind for kind in OP_KINDS if self.schedule.ticks_with(kind)]
         parts, y = [_text(0, 14, line) for line in self.sentences()[:1]], 40
         parts.append(_text(0, y, f"one thing at a time: bubble {self.classic.bubble:.1%}"))
         scale = (WIDTH - 70) / self.classic.time
@@ -220,8 +220,8 @@ class Picture:
 
     def _tick_rows(self) -> list[tuple[str, list[tuple[str, str]]]]:
         rows = []
-        for stage, kind in ((s, k) for s in range(self.schedule.shape.stages) for k in KINDS):
-            if self.schedule.places(kind):
+        for stage, kind in ((s, k) for s in range(self.schedule.shape.stages) for k in OP_KINDS):
+            if self.schedule.ticks_with(kind):
                 cells = [next((op for op in row[stage] if op.kind == kind), None) for row in self.schedule.cells]
                 name = f"stage {stage}" if kind == "F" else ""
                 rows.append((name, [(str(op), kind) if op else ("·", "") for op in cells]))

@@ -1,8 +1,8 @@
-"""Which layers a stage holds: balanced by cost or as told, with places that stay empty where runs differ.
+"""Assignment of layers to stages: balanced by cost or as configured, with empty layer slots where runs differ.
 
-All stages run one program, so every chunk has the same places in the same order of kinds, and a tick takes as long as
-all places together, empty or not. The fewest places come first, therefore; what is free after that is balanced by the
-time of the slowest run, with embedding and head counted.
+All stages run one program, so every chunk has the same layer slots in the same order of kinds, and a tick takes the
+time of all slots, empty or not. The split therefore minimises the number of slots first. Among the remaining splits it
+minimises the time of the slowest run, embedding and head included.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jaxtrain.nn.model import Model
 
 @dataclass(frozen=True, eq=False)
 class StageSplit:
-    """Layers cut into P v runs, run q = c P + s being chunk c of stage s.
+    """Layers divided into P v runs; run q = c P + s is chunk c of stage s.
 
-    counts: layers of each run; pattern: kind (stack) of each of a chunk's J places; places: int32 [P, v, J], the
-    layer's number or -1.
+    counts: layers of each run; pattern: kind (stack) of each of a chunk's J layer slots; layers: int32 [P, v, J], the
+    number of the layer in each slot, -1 where it is empty.
     """
 
     counts: tuple[int, ...]
     pattern: tuple[str, ...]
-    places: NDArray[np.int32]
+    layers: NDArray[np.int32]
 
     @property
     def runs(self) -> list[range]:
@@ -43,32 +43,35 @@ class StageSplit:
 
 @dataclass(frozen=True)
 class Segment:
-    """Layers between two kept inputs: the stack of each, and for each stack the first place and the places a turn."""
+    """Layers between two saved inputs.
+
+    stacks: stack of each layer; slots: for each stack its first slot and its slots per iteration of the loop.
+    """
 
     stacks: tuple[str, ...]
-    at: Mapping[str, tuple[int, int]]
+    slots: Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Segments of one turn of a loop over a chunk's places, and the turns."""
+    """A loop over a chunk's layer slots: the segments of one iteration, and the number of iterations."""
 
     segments: tuple[Segment, ...]
-    turns: int
+    iterations: int
 
 
 def split_stages(model: Model, pipeline: PipelineConfig, stages: int, chunks: int) -> StageSplit:
     """The split of a model's layers.
 
-    A matrix costs its elements a token (an expert's by the share of tokens that choose it), so that the sizes of
-    parameters are costs; a lookup costs nothing. Raises ConfigError where pipeline.stages does not fit the model.
+    The cost of a layer is the number of its matrix elements per token (experts weighted by the share of tokens that
+    choose them); an embedding lookup costs nothing. Raises ConfigError where pipeline.stages does not fit the model.
     """
     moe = model.config.moe
-    chosen = moe.top_k / moe.experts if moe.experts else 1.0
+    active = moe.top_k / moe.experts if moe.experts else 1.0
 
     def cost(stack: str) -> float:
         leaves: list[Param] = jax.tree.leaves(model.params[stack])
-        return sum(leaf.size * (chosen if "experts" in leaf.names else 1) for leaf in leaves) / leaves[0].shape[0]
+        return sum(leaf.size * (active if "experts" in leaf.names else 1) for leaf in leaves) / leaves[0].shape[0]
 
     costs = {stack: cost(stack) for stack in dict.fromkeys(model.stacks)}
     head = model.params["embed"]["tokens"].size
@@ -79,27 +82,27 @@ def split_layers(
     kinds: Sequence[str],
     stages: int,
     chunks: int,
-    asked: Literal["auto"] | Sequence[int] = "auto",
+    requested: Literal["auto"] | Sequence[int] = "auto",
     costs: Mapping[str, float] | None = None,
-    ends: tuple[float, float] = (0.0, 0.0),
+    end_costs: tuple[float, float] = (0.0, 0.0),
 ) -> StageSplit:
-    """Cut layers of these kinds, in the model's order, into a run for each chunk of each stage.
+    """Divide layers of these kinds, in the model's order, into one run for each chunk of each stage.
 
-    costs: time of a layer of each kind (default all alike); ends: time of embedding and head, on the first and last
-    run. Raises ConfigError where `asked` (pipeline.stages) is not a number for each run that sum to the layers.
+    costs: time of a layer of each kind (default 1); end_costs: time of embedding and head, added to the first and last
+    run. Raises ConfigError where `requested` (pipeline.stages) is not one number per run with the layers as their sum.
     """
     n, runs = len(kinds), stages * chunks
     where = f"mesh.pipe {stages} x pipeline.chunks {chunks} = {runs} runs of layers"
     if n < runs:
         raise ConfigError(f"{where}, but model.n_layers is {n}: use fewer stages or chunks")
-    if asked == "auto":
-        counts = _balance(kinds, runs, costs or dict.fromkeys(kinds, 1.0), ends)
+    if requested == "auto":
+        counts = _balance(kinds, runs, costs or dict.fromkeys(kinds, 1.0), end_costs)
     else:
-        counts = tuple(int(count) for count in asked)
+        counts = tuple(int(count) for count in requested)
         if len(counts) != runs:
             raise ConfigError(
-                f"pipeline.stages {list(counts)} are {len(counts)} numbers, but {where}: give one number a run, in the "
-                "model's order, or auto"
+                f"pipeline.stages {list(counts)} are {len(counts)} numbers, but {where}: give one number per run, in "
+                "the model's order, or auto"
             )
         if sum(counts) != n:
             raise ConfigError(
@@ -107,45 +110,45 @@ def split_layers(
             )
     borders = np.cumsum((0, *counts)).tolist()
     pattern = common_pattern([tuple(kinds[a:b]) for a, b in pairwise(borders)], costs or {})
-    places = np.full((stages, chunks, len(pattern)), -1, np.int32)
+    layers = np.full((stages, chunks, len(pattern)), -1, np.int32)
     for q, (layer, end) in enumerate(pairwise(borders)):
-        for place, kind in enumerate(pattern):
+        for slot, kind in enumerate(pattern):
             if layer < end and kinds[layer] == kind:
-                places[q % stages, q // stages, place] = layer
+                layers[q % stages, q // stages, slot] = layer
                 layer += 1
         assert layer == end
-    return StageSplit(counts, pattern, places)
+    return StageSplit(counts, pattern, layers)
 
 
 def loops_of(pattern: Sequence[str], every: int) -> tuple[Loop, ...]:
-    """A chunk's places as loops: wherever a sequence of kinds repeats, the one that covers most.
+    """A chunk's layer slots as loops; a sequence of kinds that repeats is one loop, the longest repetition first.
 
-    `every` layers make a segment. Raises ConfigError where that does not cut a loop into whole turns of segments.
+    A segment has `every` layers. Raises ConfigError where segments do not divide the slots of a loop.
     """
-    loops, at, found = [], 0, Counter[str]()
-    while at < len(pattern):
-        period, times = _repeated(pattern[at:])
-        kinds = tuple(pattern[at : at + period])
+    loops, start, first = [], 0, Counter[str]()
+    while start < len(pattern):
+        period, times = _repeated(pattern[start:])
+        kinds = tuple(pattern[start : start + period])
         if every > 1 and (every % period or (period * times) % every):
             raise ConfigError(
-                f"remat.every {every} does not cut {times} x {', '.join(kinds)} among the {len(pattern)} places for "
-                "layers of a stage's chunk into whole segments (model.n_layers, mesh.pipe and pipeline.chunks make "
+                f"remat.every {every} does not divide {times} x {', '.join(kinds)} among the {len(pattern)} layer "
+                "slots of a stage's chunk into segments (model.n_layers, mesh.pipe and pipeline.chunks determine "
                 "them): use a divisor, or remat.every 1"
             )
         parts = [(kind,) for kind in kinds] if every == 1 else [kinds * (every // period)]
-        a_turn, segments = Counter(kind for part in parts for kind in part), []
+        per_iteration, segments = Counter(kind for part in parts for kind in part), []
         for part in parts:
-            segments.append(Segment(part, {kind: (found[kind], a_turn[kind]) for kind in dict.fromkeys(part)}))
-            found.update(part)
-        turns = period * times // a_turn.total()
-        found.update({kind: (turns - 1) * count for kind, count in a_turn.items()})
-        loops.append(Loop(tuple(segments), turns))
-        at += period * times
+            segments.append(Segment(part, {kind: (first[kind], per_iteration[kind]) for kind in dict.fromkeys(part)}))
+            first.update(part)
+        iterations = period * times // per_iteration.total()
+        first.update({kind: (iterations - 1) * count for kind, count in per_iteration.items()})
+        loops.append(Loop(tuple(segments), iterations))
+        start += period * times
     return tuple(loops)
 
 
 def _repeated(pattern: Sequence[str]) -> tuple[int, int]:
-    """(period, times) of the repetition at the pattern's start that covers most, the shortest of equal ones."""
+    """(period, times) of the longest repetition at the pattern's start; of equal ones the shortest period."""
     best = (1, 1)
     for period in range(1, len(pattern) // 2 + 1):
         times = 1
@@ -157,25 +160,27 @@ def _repeated(pattern: Sequence[str]) -> tuple[int, int]:
 
 
 def common_pattern(runs: Sequence[tuple[str, ...]], costs: Mapping[str, float]) -> tuple[str, ...]:
-    """A sequence of kinds that holds each run as a subsequence: the cheapest of those found by going for one kind."""
+    """A sequence of kinds that has each run as a subsequence: the cheapest of the merges that prefer one kind."""
     kinds = sorted({kind for run in runs for kind in run})
     patterns = [_merge(runs, first) for first in kinds]
     return min(patterns, key=lambda pattern: sum(costs.get(kind, 1.0) for kind in pattern))
 
 
 def _merge(runs: Sequence[tuple[str, ...]], first: str) -> tuple[str, ...]:
-    """Merge runs, placing `first` wherever a run has it next, else what most runs have next."""
-    left, pattern = [list(run) for run in runs], []
-    while any(left):
-        fronts = Counter(run[0] for run in left if run)
+    """Merge runs: the next kind is `first` if it is next in any run, else the kind that is next in most runs."""
+    rest, pattern = [list(run) for run in runs], []
+    while any(rest):
+        fronts = Counter(run[0] for run in rest if run)
         kind = first if first in fronts else fronts.most_common(1)[0][0]
-        left = [run[1:] if run[:1] == [kind] else run for run in left]
+        rest = [run[1:] if run[:1] == [kind] else run for run in rest]
         pattern.append(kind)
     return tuple(pattern)
 
 
-def _balance(kinds: Sequence[str], runs: int, costs: Mapping[str, float], ends: tuple[float, float]) -> tuple[int, ...]:
-    """Layers of each run: fewest places first, then the fastest slowest run, then the most even ones."""
+def _balance(
+    kinds: Sequence[str], runs: int, costs: Mapping[str, float], end_costs: tuple[float, float]
+) -> tuple[int, ...]:
+    """Layers of each run: minimise the layer slots, then the slowest run's time, then the sum of squared times."""
     present = sorted(set(kinds))
     totals = Counter(kinds)
     bounds = [
@@ -190,8 +195,8 @@ def _balance(kinds: Sequence[str], runs: int, costs: Mapping[str, float], ends: 
         if any(counts[kind] > bound[kind] for kind in counts):
             return None
         time = sum(costs[kind] * count for kind, count in counts.items())
-        time += ends[0] * (run == 0) + ends[1] * (run == runs - 1)
-        # Rounded: equal sums must tie.
+        time += end_costs[0] * (run == 0) + end_costs[1] * (run == runs - 1)
+        # Round, so that equal sums tie.
         return round(time / unit, 9)
 
     slowest, _ = _partition(len(kinds), runs, price, max)
@@ -200,12 +205,12 @@ def _balance(kinds: Sequence[str], runs: int, costs: Mapping[str, float], ends: 
         time = price(run, start, stop)
         return None if time is None or time > slowest else time**2
 
-    _, borders = _partition(len(kinds), runs, square, lambda total, more: round(total + more, 9))
+    _, borders = _partition(len(kinds), runs, square, lambda total, time: round(total + time, 9))
     return tuple(b - a for a, b in pairwise((0, *borders)))
 
 
 def _runs_needed(kinds: Sequence[str], bound: Mapping[str, int]) -> int:
-    """Fewest runs of at most `bound` layers of each kind, each as long as it can be."""
+    """Fewest runs with at most `bound` layers of each kind."""
     needed, counts = 1, Counter[str]()
     for kind in kinds:
         if counts[kind] == bound[kind]:
@@ -220,9 +225,9 @@ def _partition(
     price: Callable[[int, int, int], float | None],
     join: Callable[[float, float], float],
 ) -> tuple[float, tuple[int, ...]]:
-    """Least joint price of cutting n layers into runs, and where they end; None prices a run that is too long.
+    """Least joint price of dividing n layers into runs, and the ends of these runs.
 
-    Of equal ones the one whose earlier runs are longer.
+    A price of None forbids a run, and every longer run from the same layer. Ties go to longer earlier runs.
     """
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for run in range(runs):

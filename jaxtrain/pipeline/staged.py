@@ -1,4 +1,4 @@
-"""A model whose layers lie in stage order: the same pure functions, run stage by stage where the weights are."""
+"""A model with layers in stage order: the same pure functions, run by the stages that hold the weights."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from jaxtrain.pipeline.table import PipelineShape
 
 @dataclass(frozen=True, eq=False)
 class StagedModel(Model):
-    """`plain` with its stack in stage order; `params` describes that order."""
+    """The model `canonical` with its stacks in stage order; `params` describes that order."""
 
     canonical: Model
     stages: Stages
 
     def init(self, key: jax.Array) -> Tree:
-        """The plain model's parameters of this key, in stage order."""
+        """The canonical model's parameters of this key, in stage order."""
         params = self.canonical.init(key)
         stacks = {k: jax.tree.map(partial(self.to_stack, k), params[k]) for k in self.stages.rows}
         return {**params, **stacks}
@@ -41,7 +41,7 @@ class StagedModel(Model):
         remat: RematConfig = KEEP_ALL,
         totals: BatchTotals = NOTHING,
     ) -> tuple[jax.Array, Stats]:
-        """As `Model.hidden`: one microbatch goes through the stages, and no weight moves."""
+        """`Model.hidden` for one microbatch that passes through the stages; no weight moves between devices."""
         fields = {"tokens": tokens_BL, "positions": positions_BL, "segments": segments_BL}
 
         def leave(weights: Tree, x_BLD: jax.Array, rows: Batch) -> tuple[jax.Array, Sums]:
@@ -54,7 +54,7 @@ class StagedModel(Model):
         return stats.pop("hidden"), stats
 
     def to_stack(self, stack: str, rows: jax.Array) -> jax.Array:
-        """Rows of a stack's layers in the model's order -> as the parameters hold them, zero at empty places."""
+        """Layers of a stack [n, ...] in the model's order -> in stage order, zero in empty slots."""
         return self.stages.to_stages(stack, rows)
 
     def from_stack(self, stack: str, rows: jax.Array) -> jax.Array:
@@ -62,7 +62,7 @@ class StagedModel(Model):
         return self.stages.to_model(stack, rows)
 
     def count(self) -> int:
-        """Number of parameters; empty places count nothing."""
+        """Number of parameters, empty slots excluded."""
         return self.canonical.count()
 
 

@@ -1,9 +1,9 @@
-"""Where layers live on a pipelined mesh: stage order, and the way from and to the order of the model.
+"""Stage order of layers on a pipelined mesh, and the permutation between it and the model's order.
 
-P stages, v chunks a stage, J places for layers in a chunk. Layers of one kind are a stack of parameters, [n, ...] in
-the model's (canonical) order and [P v J', ...] in stage order, J' being a chunk's places of that kind; the
-first dim is cut over the pipe axis: place j of chunk c of stage s is row (s v + c) J' + j. Where stages hold different
-numbers of layers, rows that hold none are zero.
+P stages, v chunks per stage, J layer slots per chunk. Layers of one kind are a stack of parameters: [n, ...] in the
+model's (canonical) order and [P v J', ...] in stage order, where J' is the number of a chunk's layer slots of that
+kind. The first dim is sharded over the pipe axis: slot j of chunk c of stage s has index (s v + c) J' + j. Where stages
+hold different numbers of layers, the parameters of empty slots are zero.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Tree = Any
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """Which layer lies at which place: int32 [P, v, J], -1 where a place is empty.
+    """The layer in each layer slot: int32 [P, v, J], -1 where a slot is empty.
 
-    pattern: stack of each of a chunk's J places; stacks: stack of each layer, in the model's order.
+    pattern: stack of each of a chunk's J slots; stacks: stack of each layer, in the model's order.
     """
 
     layers: NDArray[np.int32]
@@ -36,13 +36,13 @@ class Stages:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Stages, chunks, places."""
-        stages, chunks, places = self.layers.shape
-        return stages, chunks, places
+        """Stages, chunks, layer slots."""
+        stages, chunks, slots = self.layers.shape
+        return stages, chunks, slots
 
     @cached_property
     def rows(self) -> dict[str, NDArray[np.int32]]:
-        """Of each stack in the model's order of them, which of its rows lies at which of its places [P, v, J']."""
+        """For each stack, the canonical index of the layer in each of its slots: [P, v, J'], -1 where empty."""
         stacks, pattern = np.array(self.stacks), np.array(self.pattern)
         found = {}
         for stack in dict.fromkeys(self.stacks):
@@ -51,17 +51,17 @@ class Stages:
         return found
 
     @cached_property
-    def real(self) -> dict[str, NDArray[np.bool_]]:
-        """Which places of each stack hold a layer [P, v J']."""
+    def occupied(self) -> dict[str, NDArray[np.bool_]]:
+        """Whether each slot of a stack holds a layer [P, v J']."""
         return {stack: rows.reshape(len(rows), -1) >= 0 for stack, rows in self.rows.items()}
 
     @property
     def identity(self) -> bool:
-        """Whether stage order is the model's own order."""
+        """Whether stage order equals the model's order."""
         return all(np.array_equal(rows.ravel(), np.arange(rows.size)) for rows in self.rows.values())
 
     def to_stages(self, stack: str, leaf: jax.Array) -> jax.Array:
-        """[n, ...] -> [P v J', ...]; as it is where `stack` is none of the stages'."""
+        """Permute [n, ...] to stage order [P v J', ...]; a stack outside the stages is returned unchanged."""
         if stack not in self.rows:
             return leaf
         flat = self.rows[stack].ravel()
@@ -78,11 +78,11 @@ class Stages:
     def staged(self, params: Mapping[str, Tree]) -> dict[str, Tree]:
         """A model's tree of Param in stage order."""
 
-        def sized(param: Param, rows: int) -> Param:
+        def resized(param: Param, rows: int) -> Param:
             return Param((rows, *param.shape[1:]), param.names)
 
         stacks = {
-            stack: jax.tree.map(lambda param, rows=rows: sized(param, rows.size), params[stack])
+            stack: jax.tree.map(lambda param, rows=rows: resized(param, rows.size), params[stack])
             for stack, rows in self.rows.items()
         }
         return {**params, **stacks}

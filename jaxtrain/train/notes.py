@@ -15,7 +15,7 @@ def pipeline_notes(config: RunConfig, model: StagedModel, layout: Layout, schedu
     """Bubble, memory and traffic of a pipelined run."""
     notes = [
         f"pipeline: {schedule.name}, {schedule.ticks} ticks a step, {schedule.bubble():.1%} of the time idle; "
-        f"a stage keeps layer inputs of {schedule.kept_slots} microbatches"
+        f"a stage keeps layer inputs of {schedule.residual_slots} microbatches"
     ]
     slots = model.stages.layers.size
     if slots > config.model.n_layers:
@@ -38,7 +38,7 @@ def pipeline_notes(config: RunConfig, model: StagedModel, layout: Layout, schedu
         layers, specs = ({stack: tree[stack] for stack in model.stages.rows} for tree in (model.params, layout.weights))
         bytes_of = partial(bytes_per_device, layers, specs, itemsize=itemsize)
         tick = (bytes_of(sizes=sizes) - bytes_of(sizes=layout.sizes)) / schedule.shape.chunks
-        ticks = sum(schedule.places(kind) for kind in "FBW")
+        ticks = sum(schedule.ticks_with(kind) for kind in "FBW")
         notes.append(
             f"pipeline: weights are sharded over {show_axes(gathered)} (ZeRO-3), so each stage gathers its layers "
             f"again in every forward and backward: {tick * ticks / 1e9:.3g} GB to a device a step; rules.preset "

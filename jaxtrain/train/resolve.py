@@ -177,7 +177,7 @@ def assign_stages(config: RunConfig, model: Model, stages: int) -> Stages:
     chunks = schedule_shape(config.pipeline, stages, config.pipeline.microbatches or 1).chunks
     split = split_stages(model, config.pipeline, stages, chunks)
     loops_of(split.pattern, config.remat.every)
-    return Stages(split.places, split.pattern, model.stacks)
+    return Stages(split.layers, split.pattern, model.stacks)
 
 
 def train_of(config: RunConfig) -> TrainConfig:

@@ -1,4 +1,4 @@
-"""The executor alone, on one device: any table, and layers that report sums and losses of their own."""
+"""The executor alone, on one device: several schedules, and layers that report sums and objectives."""
 
 from __future__ import annotations
 
@@ -29,53 +29,53 @@ LAYERS = "layers"
 
 @dataclass(frozen=True, eq=False)
 class Reporting(Model):
-    """Layers that report a loss of their own, which depends on their weights and input, and a count of tokens."""
+    """Layers that report an objective, which depends on their weights and input, and a count of tokens."""
 
     def block(self, params: Any, stack: str) -> Callable[..., Any]:
-        plain = super().block(params, stack)
+        block_without_report = super().block(params, stack)
 
         def block(layer: Any, x_BLD: jax.Array, flow: Any, data: Any) -> Any:
-            y_BLD, _ = plain(layer, x_BLD, flow, data)
-            own = 0.1 * jnp.mean(jnp.tanh(x_BLD @ layer["mlp"]["up"]["weight"]) ** 2)
-            seen = jnp.sum(flow.segments_BL > 0, dtype=jnp.int32) * jnp.arange(1, 3)
-            return y_BLD, {"objective": own, "seen": seen}
+            y_BLD, _ = block_without_report(layer, x_BLD, flow, data)
+            objective = 0.1 * jnp.mean(jnp.tanh(x_BLD @ layer["mlp"]["up"]["weight"]) ** 2)
+            tokens = jnp.sum(flow.segments_BL > 0, dtype=jnp.int32) * jnp.arange(1, 3)
+            return y_BLD, {"objective": objective, "tokens": tokens}
 
         return block
 
 
 MODEL = Reporting(CONFIG, build(CONFIG).graph, build(CONFIG).params)
-# Two chunks on two stages, one place empty.
-PLACES = {
+# One and two chunks on two stages, one layer slot empty.
+SLOTS = {
     1: np.array([[[0, 1, 2]], [[3, 4, -1]]]),
     2: np.array([[[0, 1], [3, -1]], [[2, -1], [4, -1]]]),
 }
 
 
 def batch() -> dict[str, jax.Array]:
-    rows = packed_rows(0, 2 * MICROBATCHES + 4, 8, 48)
-    return {name: jnp.asarray(field[4:].reshape(MICROBATCHES, 2, 8)) for name, field in rows.items()}
+    fields = packed_rows(0, 2 * MICROBATCHES + 4, 8, 48)
+    return {name: jnp.asarray(field[4:].reshape(MICROBATCHES, 2, 8)) for name, field in fields.items()}
 
 
-def head(weights: Any, x_BLD: jax.Array, rows: dict[str, jax.Array]) -> Any:
-    loss, scored = cross_entropy(MODEL.leave(weights, x_BLD), MODEL.head(weights), rows["labels"])
+def head(weights: Any, x_BLD: jax.Array, fields: dict[str, jax.Array]) -> Any:
+    loss, scored = cross_entropy(MODEL.leave(weights, x_BLD), MODEL.head(weights), fields["labels"])
     return COTANGENT * loss, {"loss": loss, "scored": scored}
 
 
-def one_after_another(params: Any) -> tuple[jax.Array, Any]:
+def sequential_objective(params: Any) -> tuple[jax.Array, Any]:
     """The objective and all sums, layer by layer and microbatch by microbatch."""
-    fields, data, total, found = batch(), jax.tree.map(jnp.asarray, MODEL.data()["layers"]), jnp.float32(0), []
+    data, total, found = jax.tree.map(jnp.asarray, MODEL.data()["layers"]), jnp.float32(0), []
     for m in range(MICROBATCHES):
-        rows = {name: field[m] for name, field in fields.items()}
-        x_BLD = MODEL.enter(params, rows["tokens"], rows["positions"])
-        flow = MODEL.flow(params, rows["positions"], rows["segments"])
+        fields = {name: field[m] for name, field in batch().items()}
+        x_BLD = MODEL.enter(params, fields["tokens"], fields["positions"])
+        flow = MODEL.flow(params, fields["positions"], fields["segments"])
         reports = []
         for i in range(CONFIG.n_layers):
             layer = jax.tree.map(lambda w, i=i: w[i], params[LAYERS])
-            row = jax.tree.map(lambda a, i=i: a[i], data)
-            x_BLD, report = MODEL.block(params, LAYERS)(layer, x_BLD, flow, row)
+            layer_data = jax.tree.map(lambda a, i=i: a[i], data)
+            x_BLD, report = MODEL.block(params, LAYERS)(layer, x_BLD, flow, layer_data)
             reports.append(report)
         stats = jax.tree.map(lambda *each: jnp.stack(each), *reports)
-        objective, sums = head(params, x_BLD, rows)
+        objective, sums = head(params, x_BLD, fields)
         total += objective + COTANGENT * jnp.sum(stats["objective"])
         found.append({**sums, **stats})
     return total, jax.tree.map(lambda *each: sum(each), *found)
@@ -93,9 +93,9 @@ def one_after_another(params: Any) -> tuple[jax.Array, Any]:
 )
 def test_gradients_and_reports_of_layers(name: str, chunks: int) -> None:
     params = MODEL.init(jax.random.key(0))
-    want, sums = jax.jit(jax.grad(one_after_another, has_aux=True))(params)
-    places = PLACES[chunks].astype(np.int32)
-    stages = Stages(places, (LAYERS,) * places.shape[2], MODEL.stacks)
+    want, sums = jax.jit(jax.grad(sequential_objective, has_aux=True))(params)
+    slots = SLOTS[chunks].astype(np.int32)
+    stages = Stages(slots, (LAYERS,) * slots.shape[2], MODEL.stacks)
     shape = PipelineShape(2, chunks, MICROBATCHES)
     staged = {**params, LAYERS: jax.tree.map(partial(stages.to_stages, LAYERS), params[LAYERS])}
 
@@ -109,7 +109,7 @@ def test_gradients_and_reports_of_layers(name: str, chunks: int) -> None:
     evaluated = jax.jit(lambda w: pipeline(w).forward(forward_schedule(shape), head))(staged)
     for found in (reported, evaluated):
         assert found.keys() == sums.keys()
-        np.testing.assert_array_equal(found["seen"], sums["seen"])
+        np.testing.assert_array_equal(found["tokens"], sums["tokens"])
         assert found["scored"] == sums["scored"] > 0
         np.testing.assert_allclose(found["objective"], sums["objective"], rtol=1e-5)
         np.testing.assert_allclose(found["loss"], sums["loss"], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""Schedules: the worked table of two stages, closed forms of bubble and memory, and that a damaged table is refused."""
+"""Schedules: the worked table of two stages, closed forms of bubble and memory, refusal of invalid tables."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jaxtrain.pipeline.schedule import (
     read_csv,
     schedule_shape,
     timeline,
-    validate,
+    validate_schedule,
     write_csv,
 )
-from jaxtrain.pipeline.table import build, colour
+from jaxtrain.pipeline.table import assign_slots, build_schedule
 
 SHAPES = st.builds(PipelineShape, st.integers(1, 6), st.integers(1, 3), st.integers(1, 20))
 NAMES = st.sampled_from(sorted(MAKERS))
@@ -55,9 +55,9 @@ def test_two_stages_three_microbatches_as_in_the_requirements() -> None:
     shape = PipelineShape(2, 1, 3)
     # Forward and backward take one slot each.
     played = timeline(classic_orders(make_schedule("1f1b", shape)), shape, Costs(1, 1, 0))
-    rows = [row.split() for row in WORKED.split("\n")[1:-1]]
-    assert played.time == len(rows) == 8
-    for slot, (*stages, waiting) in enumerate(rows):
+    lines = [line.split() for line in WORKED.split("\n")[1:-1]]
+    assert played.time == len(lines) == 8
+    for slot, (*stages, waiting) in enumerate(lines):
         for spans, expected in zip(played.spans, stages, strict=True):
             assert ([str(s.op) for s in spans if s.start == slot] or ["--"]) == [expected], slot
         assert ("".join(map(str, played.waiting(0, slot + 1))) or "-") == waiting, slot
@@ -77,7 +77,7 @@ def test_four_stages_32_microbatches_idle_as_in_the_requirements() -> None:
 @settings(max_examples=120, deadline=None)
 @given(NAMES, SHAPES, st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
 def test_bubble_and_ticks_are_the_closed_forms(name: str, shape: PipelineShape, f: int, b: int, w: int) -> None:
-    """Both readings, any times of the pieces of work, also where P does not divide M."""
+    """Executor and timeline, any operation times, also where P does not divide M."""
     P, v, M = shape
     schedule = make_schedule(name, shape)
     if name == "zero_bubble" and M >= P:
@@ -92,7 +92,7 @@ def test_bubble_and_ticks_are_the_closed_forms(name: str, shape: PipelineShape, 
     elif name != "zero_bubble" and (M >= P or v == 1):
         assert schedule.bubble(Costs(f, b, w)) == pytest.approx(bubble_formula(shape))
         assert timeline(classic_orders(schedule), shape, Costs(f, b, w)).bubble == pytest.approx(bubble_formula(shape))
-        assert schedule.places("F") == schedule.places("B") == v * M + P - 1
+        assert schedule.ticks_with("F") == schedule.ticks_with("B") == v * M + P - 1
     elif name != "zero_bubble":
         # Fewer microbatches than stages: chunks cannot follow each other without a gap.
         assert schedule.bubble() > bubble_formula(shape)
@@ -107,7 +107,7 @@ def test_microbatches_in_flight_are_the_closed_forms(P: int, v: int, M: int) -> 
         schedule = make_schedule("1f1b", shape)
         classic = timeline(classic_orders(schedule), shape)
         assert classic.in_flight == [min(M, P - s) for s in stages]
-        # A tick holds both ways, so that the way back takes as many forwards as the way there.
+        # A tick holds an F and a B, so that the backward pass takes as many ticks as the forward pass.
         assert schedule.in_flight == [min(M, 2 * (P - 1 - s) + 1) for s in stages]
     elif M % P == 0:
         # Narayanan et al. 2021: (v-1) P + 2 (P-s-1) forwards before the first pair.
@@ -122,18 +122,18 @@ def test_slots_do_not_grow_with_microbatches(name: str, chunks: int) -> None:
     counts = []
     for M in (8, 16, 32):
         s = make_schedule(name, PipelineShape(4, chunks, M))
-        counts.append((s.input_slots, s.kept_slots, s.cotangent_slots, s.stored_slots))
+        counts.append((s.input_slots, s.residual_slots, s.cotangent_slots, s.weight_residual_slots))
     assert counts == [(1, 4 * (chunks - 1) + 7, 1, 4 * (name == "zero_bubble"))] * 3
 
 
-def test_gpipe_keeps_every_microbatch() -> None:
-    assert [make_schedule("gpipe", PipelineShape(4, 1, M)).kept_slots for M in (4, 8, 16, 32)] == [4, 8, 16, 32]
+def test_gpipe_has_residual_slots_for_every_microbatch() -> None:
+    assert [make_schedule("gpipe", PipelineShape(4, 1, M)).residual_slots for M in (4, 8, 16, 32)] == [4, 8, 16, 32]
 
 
 @settings(max_examples=150, deadline=None)
 @given(NAMES, SHAPES)
 def test_every_microbatch_goes_once_each_way_in_a_possible_order(name: str, shape: PipelineShape) -> None:
-    """Read from the finished columns alone; phases cover all ticks and hold all work."""
+    """Checked from the columns alone; phases cover all ticks and operations."""
     P, v, M = shape
     schedule = make_schedule(name, shape)
     kinds = "fbw" if schedule.split else "fb"
@@ -141,9 +141,9 @@ def test_every_microbatch_goes_once_each_way_in_a_possible_order(name: str, shap
     for kind in kinds:
         microbatch, chunk = schedule.columns[f"{kind}_microbatch"], schedule.columns[f"{kind}_chunk"]
         for t, s in np.argwhere(microbatch >= 0):
-            place = (kind, int(microbatch[t, s]), int(chunk[t, s]) * P + int(s))
-            assert place not in at
-            at[place] = int(t)
+            unit = (kind, int(microbatch[t, s]), int(chunk[t, s]) * P + int(s))
+            assert unit not in at
+            at[unit] = int(t)
     assert set(at) == {(k, m, q) for k in kinds for m in range(M) for q in range(P * v)}
     for kind, m, q in at:
         if kind == "f" and q:
@@ -162,7 +162,7 @@ def test_every_microbatch_goes_once_each_way_in_a_possible_order(name: str, shap
 @given(st.dictionaries(st.tuples(st.integers(0, 99), st.just(0)), st.tuples(st.integers(0, 40), st.integers(0, 12))))
 def test_colouring_uses_as_many_slots_as_ever_live_at_once(spans: dict) -> None:
     lives = {key: (start, start + length) for key, (start, length) in spans.items()}
-    slots, count = colour(lives)
+    slots, count = assign_slots(lives)
     moments = range(60)
     assert count == max((sum(a <= t <= b for a, b in lives.values()) for t in moments), default=0)
     for key, (start, stop) in lives.items():
@@ -178,19 +178,21 @@ def test_a_table_with_one_wrong_slot_is_refused(data: st.DataObject, name: str, 
         n for n in schedule.columns if not n.endswith(("microbatch", "chunk")) and (schedule.columns[n] >= 0).any()
     ]
     column = schedule.columns[data.draw(st.sampled_from(slots))]
-    places = np.argwhere(column >= 0)
-    place = tuple(places[data.draw(st.integers(0, len(places) - 1))])
-    column[place] = data.draw(st.integers(-1, 30).filter(lambda slot: slot != column[place]))
+    used = np.argwhere(column >= 0)
+    cell = tuple(used[data.draw(st.integers(0, len(used) - 1))])
+    column[cell] = data.draw(st.integers(-1, 30).filter(lambda slot: slot != column[cell]))
     with pytest.raises(ScheduleError, match=r"tick \d+, stage \d+: .* slot"):
-        validate(schedule)
+        validate_schedule(schedule)
 
 
-def test_a_slot_overwritten_while_it_lives_is_refused() -> None:
+def test_a_slot_overwritten_before_its_last_read_is_refused() -> None:
     schedule = make_schedule("gpipe", PipelineShape(2, 1, 3))
-    schedule.columns["f_kept"][:] = np.where(schedule.columns["f_kept"] >= 0, 0, -1)
-    message = r"tick 1, stage 0: kept slot 0 still holds microbatch 0, where microbatch 1 of virtual stage 0 is written"
+    schedule.columns["f_residual"][:] = np.where(schedule.columns["f_residual"] >= 0, 0, -1)
+    message = (
+        r"tick 1, stage 0: residual slot 0 still holds microbatch 0, where microbatch 1 of virtual stage 0 is written"
+    )
     with pytest.raises(ScheduleError, match=message):
-        validate(schedule)
+        validate_schedule(schedule)
 
 
 CELLS = [
@@ -205,17 +207,17 @@ CELLS = [
     (["F0,", "F1,F0", "B0,B0", ",F1", ",B1", "B1,"], r"stage 0 runs B0 in tick 2, which needs B0 of stage 1 in tick 2"),
     (["F0,", "F1,F0", ",B0", "B0,F1", ",B1"], r"stage 0 never runs B1 \(microbatch 1\): add B1 to a tick of stage 0"),
     (["F0,", "F1,F0", ",B0", "B0 F0,F1", ",B1", "B1,"], r"stage 0 runs F0 in tick 0 and again in tick 3"),
-    (["F0 F1,", ",F0", ",B0", "B0,F1", ",B1", "B1,"], r"stage 0 has two pieces of work F in tick 0"),
+    (["F0 F1,", ",F0", ",B0", "B0,F1", ",B1", "B1,"], r"stage 0 has two F operations in tick 0"),
     (["F0,", "F2,F0", ",B0", "B0,F1", ",B1", "B1,"], r"runs F2 in tick 1, but there are 2 microbatches"),
     (["F0,", "F1,F0", ",B0", "B0,F1", ",B1", "B1,", ",W1"], r"stage 0 never runs W0"),
     (["F0,,", "F1,F0"], r"line 1: 3 columns, but mesh.pipe is 2"),
-    (["F0,", "G1,F0"], r"line 2, stage 0: 'G1' is no piece of work"),
+    (["F0,", "G1,F0"], r"line 2, stage 0: 'G1' is not an operation"),
 ]
 
 
 @pytest.mark.parametrize(("lines", "error"), CELLS)
 def test_a_schedule_from_a_file(lines: list[str], error: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "own.csv"
+    path = tmp_path / "custom.csv"
     path.write_text("# two stages\n" * (error is None) + "\n".join(lines) + "\n")
     if error is None:
         schedule = make_schedule(str(path), PipelineShape(2, 1, 2))
@@ -234,13 +236,13 @@ def test_a_written_file_is_read_back(tmp_path_factory: pytest.TempPathFactory, n
     path = tmp_path_factory.mktemp("csv") / "table.csv"
     path.write_text(write_csv(schedule))
     assert read_csv(path, shape) == schedule.cells
-    again = build(name, schedule.cells, shape)
+    again = build_schedule(name, schedule.cells, shape)
     assert all(np.array_equal(again.columns[n], schedule.columns[n]) for n in schedule.columns)
 
 
-def test_a_maker_of_ones_own() -> None:
+def test_a_custom_schedule_function() -> None:
     def pairs(shape: PipelineShape, in_lockstep: bool) -> list[Order]:
-        """Two microbatches forward, two back."""
+        """Two forwards, then their backwards."""
         groups = [range(m, min(m + 2, shape.microbatches)) for m in range(0, shape.microbatches, 2)]
         order = [Op(kind, m, 0) for group in groups for kind in "FB" for m in group]
         return [order] * shape.stages
@@ -267,7 +269,7 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
 def test_evaluation_fills_and_drains_once(shape: PipelineShape) -> None:
     schedule = forward_schedule(shape)
     assert [phase.kinds for phase in schedule.phases] == ["F"]
-    assert schedule.kept_slots == schedule.cotangent_slots == schedule.stored_slots == 0
+    assert schedule.residual_slots == schedule.cotangent_slots == schedule.weight_residual_slots == 0
     if shape.microbatches >= shape.stages:
         assert schedule.ticks == shape.work + shape.stages - 1
 

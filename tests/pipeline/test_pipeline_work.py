@@ -1,4 +1,4 @@
-"""What the executor runs is what the table says: matmuls of the compiled program, ticks and heads while it runs."""
+"""The executor runs the operations of the table: matmuls of the compiled program, ticks and heads at run time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYERS = "layers"
 
 
 def piped(schedule: str, microbatches: int, stages: int = 2, **sections: Any) -> Bound:
-    """Stages of two layers on two replicas, one row of each microbatch a replica."""
+    """Stages of two layers on two replicas, one sequence of each microbatch per replica."""
     tree = {
         "mesh": {"pipe": stages, "data": 2}, "pipeline": {"schedule": schedule}, "model": {"n_layers": 2 * stages},
         "train": {"global_batch": 2 * microbatches, "accumulation": microbatches},
@@ -39,7 +39,7 @@ def piped(schedule: str, microbatches: int, stages: int = 2, **sections: Any) ->
 
 
 def executed(setup: Bound) -> int:
-    """Matmul FLOPs of one device for the gradients of an update."""
+    """Matmul FLOPs of one device for the gradients of a step."""
     compiled = jax.jit(setup.step.gradients).lower(setup.abstract["params"], setup.abstract_batch, 1.0).compile()
     program = read_program(compiled.as_text())
     assert not program.unknown
@@ -62,12 +62,12 @@ CASES = [
 
 @pytest.mark.parametrize(("schedule", "microbatches", "chunks", "stages"), CASES)
 def test_matmuls_are_those_of_the_table(schedule: str, microbatches: int, chunks: int, stages: int) -> None:
-    """A place of a tick costs its kind of work whether a stage has any, and nothing beyond it; the head runs M times.
+    """A tick costs its kinds of operation, idle stages included, and nothing more; the head runs M times.
 
-    Closed form for one device: F is a forward; B computes it again but for the last product, whose result nobody
-    reads, and the cotangents of inputs (attention's two products have four); W (in B where it is not split) one product
-    a weight. Head and vocabulary are cut over all stages; where only some ticks of a loop run the head it stands in a
-    branch, which the count takes in every tick and a device only where the table says.
+    Closed form for one device: F is a forward pass. B recomputes it but for the last product, whose result is not
+    read, and computes the cotangents of inputs (attention's two products have four). W (part of B where the schedule is
+    not split) has one product per weight. Head and vocabulary are sharded over all stages. Where only some ticks of a
+    loop run the head it is a conditional, which the count includes in every tick.
     """
     setup = piped(schedule, microbatches, stages, pipeline={"schedule": schedule, "chunks": chunks})
     model, table = setup.config.model, make_schedule(schedule, PipelineShape(stages, chunks, microbatches))
@@ -77,9 +77,9 @@ def test_matmuls_are_those_of_the_table(schedule: str, microbatches: int, chunks
     unread = 2 * LENGTH * model.d_ff * model.d_model
     of_inputs = 2 * weights + 3 * scores - unread
     layers = model.n_layers // (stages * chunks)
-    expected = table.places("F") * layers * (weights + scores)
-    expected += table.places("B") * layers * (of_inputs + (0 if table.split else weights))
-    expected += table.places("W") * layers * weights
+    expected = table.ticks_with("F") * layers * (weights + scores)
+    expected += table.ticks_with("B") * layers * (of_inputs + (0 if table.split else weights))
+    expected += table.ticks_with("W") * layers * weights
     heads = [table.rows(phase)["head_microbatch"] >= 0 for phase in table.phases]
     assert sum(int(ticks.sum()) for ticks in heads) == microbatches
     expected += sum(len(ticks) for ticks in heads if ticks.any()) * 3 * 2 * LENGTH * head // stages
@@ -89,30 +89,30 @@ def test_matmuls_are_those_of_the_table(schedule: str, microbatches: int, chunks
 @pytest.mark.parametrize(
     ("remat", "saved"),
     [
-        # Per layer and token: the output projection, and with the products kept everything but the down projection,
-        # which nobody reads; queries, keys and values are named after positions.
+        # Per layer and token: the output projection, and with dots all products but the down projection, which is
+        # not read; queries, keys and values are named after rotary positions.
         ({"policy": "names", "names": ["attention_residual"]}, "out"),
         pytest.param({"policy": "dots"}, "all", marks=pytest.mark.prove),
     ],
 )
-def test_what_is_kept_is_not_computed_again(remat: dict[str, Any], saved: str) -> None:
-    full, kept = (executed(piped("1f1b", 4, remat=each)) for each in ({"policy": "full"}, remat))
+def test_saved_values_are_not_recomputed(remat: dict[str, Any], saved: str) -> None:
+    full, saving = (executed(piped("1f1b", 4, remat=each)) for each in ({"policy": "full"}, remat))
     model = piped("1f1b", 4).config.model
     d, e = model.d_model, model.width_of_head
     products = {"out": model.n_heads * e * d}
     products["all"] = products["out"] + d * e * (model.n_heads + 2 * model.kv_heads) + 2 * d * model.d_ff
-    places = make_schedule("1f1b", PipelineShape(2, 1, 4)).places("B")
-    assert full - kept == places * 2 * 2 * LENGTH * products[saved]
+    ticks = make_schedule("1f1b", PipelineShape(2, 1, 4)).ticks_with("B")
+    assert full - saving == ticks * 2 * 2 * LENGTH * products[saved]
 
 
 @pytest.mark.prove
-def test_attention_whose_output_is_kept_is_not_computed_again() -> None:
-    """Output and denominator stay: no product of weights and values; scores the backward pass needs anyway."""
+def test_attention_with_a_saved_output_is_not_recomputed() -> None:
+    """With output and denominator saved, B has no product of probabilities and values; it still computes scores."""
     tiles = {"backend": "xla"}
     remats = {"policy": "full"}, {"policy": "names", "names": ["attention_out"]}
-    full, kept = (executed(piped("1f1b", 4, remat=each, attention=tiles)) for each in remats)
-    model, places = piped("1f1b", 4).config.model, make_schedule("1f1b", PipelineShape(2, 1, 4)).places("B")
-    assert full - kept == places * 2 * 2 * LENGTH * LENGTH * model.n_heads * model.width_of_head
+    full, saving = (executed(piped("1f1b", 4, remat=each, attention=tiles)) for each in remats)
+    model, ticks = piped("1f1b", 4).config.model, make_schedule("1f1b", PipelineShape(2, 1, 4)).ticks_with("B")
+    assert full - saving == ticks * 2 * 2 * LENGTH * LENGTH * model.n_heads * model.width_of_head
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,9 +121,9 @@ class Counted(Model):
 
     ran: list[str] = field(default_factory=list)
 
-    def enter(self, params: Any, *rows: jax.Array) -> jax.Array:
+    def enter(self, params: Any, *fields: jax.Array) -> jax.Array:
         jax.debug.callback(lambda: self.ran.append("embedding"))
-        return super().enter(params, *rows)
+        return super().enter(params, *fields)
 
 
 COUNTED = [
@@ -137,21 +137,21 @@ COUNTED = [
 
 
 @pytest.mark.parametrize(("schedule", "chunks", "microbatches"), COUNTED)
-def test_ticks_run_as_the_table_says_and_the_head_once_a_microbatch(
+def test_ticks_run_as_in_the_table_and_the_head_once_per_microbatch(
     schedule: str, chunks: int, microbatches: int
 ) -> None:
-    """Counted at run time, four stages: the embedding runs with every place of F and of B, the head for no idle one."""
+    """Counted at run time, four stages: the embedding runs in each tick of F and of B, the head per microbatch."""
     config = ModelConfig(vocab_size=48, d_model=16, n_layers=8, n_heads=2, d_ff=24, max_seq_len=8)
     model = Counted(config, build(config).graph, build(config).params)
     split = split_layers(model.stacks, 4, chunks)
-    stages = Stages(split.places, split.pattern, model.stacks)
+    stages = Stages(split.layers, split.pattern, model.stacks)
     table = make_schedule(schedule, PipelineShape(4, chunks, microbatches))
     batch = packed_rows(0, microbatches * 4, 8, 48)
     batch = {name: jax.numpy.asarray(each.reshape(microbatches, 4, 8)) for name, each in batch.items()}
 
-    def head(weights: Any, x_BLD: jax.Array, rows: dict[str, jax.Array]) -> Any:
+    def head(weights: Any, x_BLD: jax.Array, fields: dict[str, jax.Array]) -> Any:
         jax.debug.callback(lambda: model.ran.append("head"))
-        loss, scored = cross_entropy(model.leave(weights, x_BLD), model.head(weights), rows["labels"])
+        loss, scored = cross_entropy(model.leave(weights, x_BLD), model.head(weights), fields["labels"])
         return loss, {"scored": scored}
 
     def run(params: Any) -> Any:
@@ -161,13 +161,13 @@ def test_ticks_run_as_the_table_says_and_the_head_once_a_microbatch(
     sums = jax.block_until_ready(jax.jit(run)(model.init(jax.random.key(0))))[1]
     jax.effects_barrier()
     assert sums["scored"] > 0
-    assert Counter(model.ran) == {"embedding": table.places("F") + table.places("B"), "head": microbatches}
+    assert Counter(model.ran) == {"embedding": table.ticks_with("F") + table.ticks_with("B"), "head": microbatches}
     if microbatches >= 4:
-        assert table.places("F") == chunks * microbatches + 3
+        assert table.ticks_with("F") == chunks * microbatches + 3
 
 
 def pairs(shape: PipelineShape, in_lockstep: bool) -> list[Order]:
-    """Two microbatches forward, two back."""
+    """Two forwards, then their backwards."""
     groups = [range(m, min(m + 2, shape.microbatches)) for m in range(0, shape.microbatches, 2)]
     return [[Op(kind, m, 0) for group in groups for kind in "FB" for m in group]] * shape.stages
 
@@ -178,12 +178,12 @@ def gradients(setup: Bound) -> Any:
     return jax.device_get(jax.jit(setup.step.gradients)(params, batch, 1.0)[0])
 
 
-def test_schedules_of_ones_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function entered as a row of MAKERS, and the same table with a tick of rest in its middle as a file."""
+def test_custom_schedules_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function registered in MAKERS, and the same table with an idle tick in its middle as a file."""
     monkeypatch.setitem(MAKERS, "pairs", pairs)
     lines = write_csv(make_schedule("pairs", PipelineShape(2, 1, 4))).splitlines()
-    path = tmp_path / "own.csv"
-    path.write_text("\n".join(["# rest in the middle", *lines[:4], ",", *lines[4:]]) + "\n")
+    path = tmp_path / "custom.csv"
+    path.write_text("\n".join(["# an idle tick in the middle", *lines[:4], ",", *lines[4:]]) + "\n")
     want = gradients(setup_of(config_of(train={"global_batch": 8, "accumulation": 4}), devices=1))
     for schedule in ("pairs", str(path)):
         error, where = worst_relative_error(gradients(piped(schedule, 4)), want)

@@ -1,4 +1,4 @@
-"""Checkpoints hold layers in the model's order: any pipe size, chunks or no pipeline restore them, bit for bit."""
+"""Checkpoints hold layers in the model's order: any pipe size, with or without chunks, restores them bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxtrain.train.resolve import Bound
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
     "one device": (1, {}),
-    "pipe=4, empty places": (8, {"mesh": {"pipe": 4}, "train": {"accumulation": 4}}),
+    "pipe=4, empty slots": (8, {"mesh": {"pipe": 4}, "train": {"accumulation": 4}}),
     "pipe=2, three chunks": (
         4,
         {"mesh": {"pipe": 2}, "train": {"accumulation": 4}, "pipeline": {"schedule": "interleaved", "chunks": 3}},
@@ -45,40 +45,40 @@ def setup_on(name: str, optimizer: str) -> Bound:
 
 
 def full_state(setup: Bound) -> Any:
-    """A state whose every leaf, moments too, is told apart from any other, empty places being zero."""
-    saved = CheckpointOrder(setup).checkpoint_layout
-    leaves = jax.tree.leaves(saved)
+    """A state with random leaves, moments included, and zero in empty slots."""
+    layout = CheckpointOrder(setup).checkpoint_layout
+    leaves = jax.tree.leaves(layout)
     rng = np.random.default_rng(0)
     values = [jax.device_put(rng.integers(1, 100, leaf.shape).astype(leaf.dtype), leaf.sharding) for leaf in leaves]
-    return CheckpointOrder(setup).from_checkpoint(jax.tree.unflatten(jax.tree.structure(saved), values))
+    return CheckpointOrder(setup).from_checkpoint(jax.tree.unflatten(jax.tree.structure(layout), values))
 
 
 @pytest.mark.parametrize(
     ("source", "optimizer"),
     [
-        ("pipe=4, empty places", "adafactor"),
+        ("pipe=4, empty slots", "adafactor"),
         pytest.param("pipe=2, three chunks", "adamw", marks=pytest.mark.prove),
-        pytest.param("pipe=4, empty places", "adamw", marks=pytest.mark.prove),
-        pytest.param("pipe=4, empty places", "muon", marks=pytest.mark.prove),
+        pytest.param("pipe=4, empty slots", "adamw", marks=pytest.mark.prove),
+        pytest.param("pipe=4, empty slots", "muon", marks=pytest.mark.prove),
         pytest.param("pipe=2, three chunks", "adafactor", marks=pytest.mark.prove),
     ],
 )
-def test_every_mesh_restores_every_other(tmp_path: Path, source: str, optimizer: str) -> None:
+def test_every_mesh_restores_the_checkpoints_of_the_others(tmp_path: Path, source: str, optimizer: str) -> None:
     setup = setup_on(source, optimizer)
     state = full_state(setup)
-    assert any(jax.tree.leaves(setup._reordered)), "this layout needs no reordering: choose another"
+    assert any(jax.tree.leaves(CheckpointOrder(setup)._reordered)), "this layout needs no reordering: choose another"
     checkpoints = Checkpoints(tmp_path / "checkpoints", setup.config.checkpoint)
     checkpoints.save(1, CheckpointOrder(setup).to_checkpoint(state), {}, {})
-    marks = digest(CheckpointOrder(setup).to_checkpoint(state))
+    digests = digest(CheckpointOrder(setup).to_checkpoint(state))
     for name in MESHES:
         other = setup_on(name, optimizer)
         found = checkpoints.restore(CheckpointOrder(other).checkpoint_layout)
-        assert found is not None and digest(found.state) == marks
-        there = CheckpointOrder(other).from_checkpoint(found.state)
-        for leaf, want in zip(jax.tree.leaves(there), jax.tree.leaves(other.abstract), strict=True):
+        assert found is not None and digest(found.state) == digests
+        restored = CheckpointOrder(other).from_checkpoint(found.state)
+        for leaf, want in zip(jax.tree.leaves(restored), jax.tree.leaves(other.abstract), strict=True):
             assert leaf.shape == want.shape and leaf.sharding == want.sharding
         for got, want in zip(
-            jax.tree.leaves(CheckpointOrder(other).to_checkpoint(there)),
+            jax.tree.leaves(CheckpointOrder(other).to_checkpoint(restored)),
             jax.tree.leaves(CheckpointOrder(setup).to_checkpoint(state)),
             strict=True,
         ):
@@ -87,9 +87,9 @@ def test_every_mesh_restores_every_other(tmp_path: Path, source: str, optimizer:
 
 
 @pytest.mark.prove
-def test_a_newborn_state_is_that_of_one_device() -> None:
+def test_an_initial_state_equals_that_of_one_device() -> None:
     want = setup_on("one device", "adamw").init_state()["params"]
-    setup = setup_on("pipe=4, empty places", "adamw")
+    setup = setup_on("pipe=4, empty slots", "adamw")
     got = CheckpointOrder(setup).to_checkpoint(setup.init_state())["params"]
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-6, atol=1e-8)
@@ -117,7 +117,7 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 def kill_after(process: subprocess.Popen[str], checkpoint: Path) -> None:
-    """SIGKILL when a checkpoint is on disk."""
+    """Send SIGKILL when a checkpoint is on disk."""
     deadline = time.time() + 900
     while not checkpoint.is_dir():
         assert process.poll() is None and time.time() < deadline, process.communicate()[0]
@@ -127,7 +127,7 @@ def kill_after(process: subprocess.Popen[str], checkpoint: Path) -> None:
 
 
 @pytest.mark.prove
-def test_killed_runs_go_on_with_other_pipelines(tmp_path: Path) -> None:
+def test_killed_runs_resume_with_other_pipelines(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     for n in range(40):
         text = "\n".join(f"def f{n}_{i}(x):\n    return x + {i * n}  # {'abc' * (i % 5)}\n" for i in range(9))

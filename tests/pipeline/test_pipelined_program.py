@@ -1,4 +1,4 @@
-"""What the compiler made of a pipeline: collectives of a GPU program, memory that does not grow with microbatches."""
+"""Compiled programs of pipelines: collectives of a GPU program, memory that does not grow with microbatches."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def test_only_borders_and_the_embedding_and_head_cross_stages(preset: str) -> No
     assert not found.unknown
     across = [c for c in found.collectives if "pipe" in c.axes]
     borders = [c for c in across if c.kind == "collective-permute"]
-    # One border forward and one back in each tick that has such work: rows of a microbatch cut over tensor, bfloat16.
+    # One transfer in each tick with F and in each with B: a microbatch's activation sharded over tensor, bfloat16.
     assert sum(c.calls for c in borders) == 2 * TICKS
     assert {c.payload for c in borders} == {2 * L * D // 2 * 2}
     for border in borders:
         for sender, receiver in border.groups:
             stages = [device // 2 % P for device in (sender, receiver)]
             assert abs(stages[1] - stages[0]) == 1 and sender % 2 == receiver % 2
-    # Nothing else is larger than a microbatch's float32 residual stream (with a few numbers a token, where collectives
-    # are combined): no weight, no gradient, no head.
+    # Nothing else is larger than a microbatch's float32 residual stream (with a few numbers per token, where
+    # collectives are combined): no weight, no gradient, no head.
     residual = 2 * L * (D + 4) * 4
     assert all(c.payload <= residual for c in across), [(c.kind, c.axes, c.payload) for c in across]
     assert {c.kind for c in across} == {"collective-permute", "all-reduce"}
@@ -72,7 +72,7 @@ def test_gradients_are_reduced_over_data_once_and_no_weight_is_gathered_in_a_tic
 
 @pytest.mark.prove
 def test_llama3_70b_on_64_devices() -> None:
-    """Tensor 8 x pipe 4 x data 2, two chunks a stage, 32 microbatches: what a pipeline promises, of the shipped run."""
+    """The shipped run, tensor 8 x pipe 4 x data 2, two chunks per stage, 32 microbatches: memory, FLOPs, transfers."""
     found = compile_for(load_config("llama3_70b_pipe"), "h100_8x8", 64)
     assert not found.unknown and found.memory.fits
     assert found.flops.ratio <= 1.35
@@ -81,7 +81,7 @@ def test_llama3_70b_on_64_devices() -> None:
     assert {c.kind for c in across} == {"collective-permute", "all-reduce"}
     borders = [c for c in across if c.kind == "collective-permute"]
     assert sum(c.calls for c in borders) == 2 * ticks
-    # A microbatch's rows cut over tensor: 8,192 x 8,192 x 2 bytes / 8.
+    # A microbatch's activation sharded over tensor: 8,192 x 8,192 x 2 bytes / 8.
     assert {c.payload for c in borders} == {16 * 2**20}
     for sender, receiver in (pair for border in borders for pair in border.groups):
         assert (receiver // 8 - sender // 8) % 4 in (1, 3) and (sender - receiver) % 8 == 0
@@ -94,14 +94,14 @@ def test_llama3_70b_on_64_devices() -> None:
 
 @pytest.mark.prove
 def test_zero3_gathers_in_every_tick() -> None:
-    """The counterpart: a layout whose cost is said, and that the test above would notice."""
+    """The counterpart: a layout for which the test above would fail."""
     found = report("fsdp", "tensor_sequence")
     assert max(c.calls for c in found.collectives if c.axes == ("data",) and c.kind == "all-gather") >= TICKS
 
 
 @pytest.mark.prove
-def test_kept_inputs_rest_in_the_hosts_memory() -> None:
-    """Seven slots, and one for what is for none, of two layers' inputs cut over tensor; so much leaves the device."""
+def test_offloaded_inputs_are_in_host_memory() -> None:
+    """Seven slots and the one for idle stages, of two layers' inputs sharded over tensor, move to the host."""
     full, offload = (report("zero1", "tensor_sequence", remat=policy) for policy in ("full", "offload"))
     slot = 2 * (2 * L * D // 2 * 2)
     assert (full.memory.host, offload.memory.host) == (0, 8 * slot)
@@ -122,10 +122,10 @@ def temporaries(schedule: str, microbatches: int) -> int:
 
 @pytest.mark.prove
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble", "gpipe"])
-def test_memory_is_flat_but_for_gpipe(schedule: str) -> None:
+def test_memory_is_constant_in_microbatches_except_for_gpipe(schedule: str) -> None:
     few, more, many = (temporaries(schedule, microbatches) for microbatches in (8, 16, 32))
     if schedule == "gpipe":
-        # Each further microbatch keeps the input of two layers: [2 rows, 32, 64] float32.
+        # Each additional microbatch saves the input of two layers: [2 sequences, 32, 64] float32.
         assert many - more >= 16 * 2 * (2 * 32 * 64 * 4)
     else:
         assert many <= 1.02 * more
@@ -156,7 +156,7 @@ print("equal")
 
 @pytest.mark.prove
 def test_configuration_b_trains_as_configuration_a() -> None:
-    """Requirements, section 5: tensor 8 x data 8 against tensor 8 x pipe 4 x data 2 on 64 devices, 3 updates."""
+    """Requirements, section 5: tensor 8 x data 8 against tensor 8 x pipe 4 x data 2 on 64 devices, 3 steps."""
     tests = Path(__file__).parents[1]
     paths = os.pathsep.join([str(tests.parent), str(tests / "train")])
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "64", "PYTHONPATH": paths}

@@ -1,4 +1,4 @@
-"""A pipeline never changes the answer: gradients, losses, skips and clips under every schedule are one device's."""
+"""Pipelines against one device: gradients, losses, skipped steps and clipping under every schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pipe(stages: int, microbatches: int, schedule: str = "1f1b", **sections: Any
     return {**sections, "mesh": {"pipe": stages, **sections.pop("mesh", {})}, "pipeline": pipeline}
 
 
-# Each row crosses another border: schedule, chunks, empty places, what shards weights, what is tied or kept.
+# Each case differs in schedule, chunks, empty slots, sharding of weights, tied weights or saved values.
 LAYOUTS: dict[str, Sections] = {
     "pipe=4 x data=2, 1f1b, M=8": pipe(4, 8),
     "pipe=2 x data=2 x tensor=2, interleaved, zero2": pipe(
@@ -66,10 +66,10 @@ PROVEN: dict[str, Sections] = {
         2, 4, "zero_bubble", remat={"policy": "offload", "every": 2}, rules={"preset": ["fsdp"]}
     ),
     "pipe=2, dots": pipe(2, 4, remat={"policy": "dots"}),
-    "pipe=2, interleaved, attention's output kept": pipe(
+    "pipe=2, interleaved, attention's output saved": pipe(
         2, 4, "interleaved", remat={"policy": "names", "names": ["attention_residual", "attention_out"]}
     ),
-    "pipe=2 x seq=2, zero bubble, the ring's output kept": pipe(
+    "pipe=2 x seq=2, zero bubble, the ring's output saved": pipe(
         2, 4, "zero_bubble", mesh={"seq": 2}, remat={"policy": "names", "names": ["attention_out"]}
     ),
     "pipe=2, zero bubble, dots": pipe(2, 4, "zero_bubble", remat={"policy": "dots"}),
@@ -86,7 +86,7 @@ PROVEN: dict[str, Sections] = {
 
 @pytest.fixture(scope="module")
 def gradients() -> Callable[[str], Any]:
-    """Gradients on one device, of a model with a head of its own or a tied one."""
+    """Gradients on one device, of a model with a separate or a tied head."""
     found: dict[str, Any] = {}
 
     def of(kind: str) -> Any:
@@ -98,7 +98,7 @@ def gradients() -> Callable[[str], Any]:
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "untied": {},
     "tied, windows, learned positions": {
         "tied_head": True, "windows": [None, 4], "positions": "learned", "norm": "layernorm", "activation": "gelu",
         "mlp_bias": True, "out_bias": True, "n_layers": 5,
@@ -106,26 +106,26 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def gradients_of(setup: Bound, rows: Any = BATCHES[0]) -> tuple[Any, dict[str, Any]]:
+def gradients_of(setup: Bound, fields: Any = BATCHES[0]) -> tuple[Any, dict[str, Any]]:
     """Gradients of 3 x the loss in the model's order of layers, and sums."""
     params = setup.init_state()["params"]
-    batch = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
+    batch = shard_batch(fields, 0, setup.batch_shape, setup.batch_sharding)
     gradients, sums = jax.device_get(jax.jit(setup.step.gradients)(params, batch, 3.0))
     stages = getattr(setup.model, "stages", None)
     if stages is not None:
-        for stack, real in stages.real.items():
+        for stack, occupied in stages.occupied.items():
             for leaf in jax.tree.leaves(gradients[stack]):
-                assert not leaf[~real.ravel()].any(), "a place without a layer has a gradient"
+                assert not leaf[~occupied.ravel()].any(), "an empty slot has a gradient"
             ordered = jax.tree.map(partial(stages.to_model, stack), gradients[stack])
             gradients = {**gradients, stack: jax.device_get(ordered)}
     return gradients, sums
 
 
-def check(sections: Sections, want: tuple[Any, dict[str, Any]], rows: Any = BATCHES[0]) -> None:
+def check(sections: Sections, want: tuple[Any, dict[str, Any]], fields: Any = BATCHES[0]) -> None:
     mesh = sections["mesh"]
-    replicas = mesh.get("data", ROWS // sections["train"]["accumulation"])  # at most, a row each
+    replicas = mesh.get("data", ROWS // sections["train"]["accumulation"])  # at most one sequence per replica
     devices = min(8, mesh["pipe"] * mesh.get("tensor", 1) * mesh.get("seq", 1) * replicas)
-    got, sums = gradients_of(setup_of(config_of(**sections), devices), rows)
+    got, sums = gradients_of(setup_of(config_of(**sections), devices), fields)
     error, path = worst_relative_error(got, want[0])
     assert error < 2e-5, path
     assert sums["scored"] == want[1]["scored"]
@@ -134,23 +134,23 @@ def check(sections: Sections, want: tuple[Any, dict[str, Any]], rows: Any = BATC
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_those_of_one_device(name: str, gradients: Any) -> None:
-    check(LAYOUTS[name], gradients("plain"))
+    check(LAYOUTS[name], gradients("untied"))
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", PROVEN)
 def test_gradients_are_those_of_one_device_everywhere(name: str, gradients: Any) -> None:
-    check(PROVEN[name], gradients("plain"))
+    check(PROVEN[name], gradients("untied"))
 
 
-def test_what_an_idle_place_finds_makes_no_infinities() -> None:
-    """A row of padding hides all keys: its denominator, kept, meets visible ones of another microbatch."""
-    rows = {name: field.copy() for name, field in BATCHES[0].items()}
-    for name, field in rows.items():
+def test_residuals_of_idle_slots_give_no_nan() -> None:
+    """In a padding sequence all keys are masked; an idle slot would use its saved denominator with visible keys."""
+    fields = {name: field.copy() for name, field in BATCHES[0].items()}
+    for name, field in fields.items():
         field[-2:] = IGNORE if name == "labels" else 0
-    kept = {"policy": "names", "names": ["attention_out"]}
-    want = gradients_of(setup_of(config_of(), devices=1), rows)
-    check(pipe(2, 4, mesh={"data": 1, "seq": 2}, remat=kept), want, rows)
+    remat = {"policy": "names", "names": ["attention_out"]}
+    want = gradients_of(setup_of(config_of(), devices=1), fields)
+    check(pipe(2, 4, mesh={"data": 1, "seq": 2}, remat=remat), want, fields)
 
 
 MIXED = {
@@ -172,26 +172,27 @@ TWO_AND_TWO = {**MIXED, "n_layers": 9, "moe": {**MIXED["moe"], "first_dense": 1,
         pytest.param(MIXED, pipe(2, 4, pipeline={"stages": [1, 5]}), id="a dense layer on each side", marks=PROVE),
     ],
 )
-def test_layers_of_two_kinds_lie_on_any_stage(model: dict[str, Any], sections: Sections) -> None:
+def test_layers_of_two_kinds_on_any_stage(model: dict[str, Any], sections: Sections) -> None:
     want = gradients_of(setup_of(config_of(model=model), devices=1))
     check({**sections, "model": model}, want)
 
 
-def test_dense_layers_survive_a_checkpoints_order() -> None:
-    """Parameters and moments of both stacks come back from stage order, bit for bit."""
+def test_stacks_of_two_kinds_survive_the_order_of_checkpoints() -> None:
+    """Parameters and moments of both stacks are restored from stage order, bit for bit."""
     setup = setup_of(config_of(**pipe(4, 4, model=TWO_AND_TWO)), 4)
     state = setup.init_state()
-    saved = CheckpointOrder(setup).to_checkpoint(state)
-    rows = {stack: {leaf.shape[0] for leaf in jax.tree.leaves(saved["params"][stack])} for stack in setup.model.stacks}
+    checkpoint = CheckpointOrder(setup).to_checkpoint(state)
+    params = checkpoint["params"]
+    rows = {stack: {leaf.shape[0] for leaf in jax.tree.leaves(params[stack])} for stack in setup.model.stacks}
     assert rows == {"dense_layers": {5}, "layers": {4}}
     for got, want in zip(
-        jax.tree.leaves(CheckpointOrder(setup).from_checkpoint(saved)), jax.tree.leaves(state), strict=True
+        jax.tree.leaves(CheckpointOrder(setup).from_checkpoint(checkpoint)), jax.tree.leaves(state), strict=True
     ):
         np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.prove
-def test_tied_head_windows_and_empty_places(gradients: Any) -> None:
+def test_tied_head_windows_and_empty_slots(gradients: Any) -> None:
     kind = "tied, windows, learned positions"
     check(pipe(4, 4, model=MODELS[kind]), gradients(kind))
 
@@ -203,15 +204,15 @@ def test_tied_head_and_chunks(gradients: Any) -> None:
 
 
 @pytest.mark.parametrize("sections", [{}, pipe(2, 4, mesh={"data": 1})], ids=["layers in a loop", "stages"])
-def test_offload_rests_inputs_of_layers_in_host_memory(sections: Sections) -> None:
-    """What the two passes exchange is in the host's memory in the traced program; a CPU has no other to compile for."""
+def test_offload_saves_layer_inputs_in_host_memory(sections: Sections) -> None:
+    """Saved inputs are in host memory in the traced program; CPU devices have no second memory to compile for."""
     setups = [setup_of(config_of(**sections, remat={"policy": p}), 2 if sections else 1) for p in ("full", "offload")]
     texts = [str(jax.make_jaxpr(s.step.gradients)(s.abstract["params"], s.abstract_batch, 1.0)) for s in setups]
-    rows = ROWS // 4 if sections else ROWS
-    assert f"f32<host>[{rows},{LENGTH},64]" in texts[1] and "<host>" not in texts[0]
+    sequences = ROWS // 4 if sections else ROWS
+    assert f"f32<host>[{sequences},{LENGTH},64]" in texts[1] and "<host>" not in texts[0]
 
 
-def test_clipped_updates_and_held_out_loss() -> None:
+def test_clipped_steps_and_held_out_loss() -> None:
     clipped = {"optimizer": {"clip_norm": 0.1}}
     alone, piped = (
         setup_of(config_of(**sections), devices)
@@ -234,7 +235,7 @@ def test_clipped_updates_and_held_out_loss() -> None:
     assert sums[1][0] == pytest.approx(sums[0][0], rel=1e-5) and sums[0][1] == sums[1][1] > 0
 
 
-def test_logits_for_sampling_come_through_the_stages() -> None:
+def test_logits_for_sampling_are_computed_by_the_stages() -> None:
     alone, piped = (
         setup_of(config_of(model={"n_layers": 5}, **sections), devices)
         for sections, devices in (({}, 1), (pipe(4, 4), 8))
@@ -249,7 +250,7 @@ def test_logits_for_sampling_come_through_the_stages() -> None:
 
 
 @pytest.mark.prove
-def test_an_overflow_skips_the_update_of_every_stage() -> None:
+def test_an_overflow_skips_the_step_on_every_stage() -> None:
     half = {"precision": {"compute": "float16", "scale_init": 2.0**24}}
     want, _, _ = train_on(setup_of(config_of(**half), 1), BATCHES)
     setup = setup_of(config_of(**pipe(2, 4, **half)))
@@ -264,12 +265,12 @@ def test_an_overflow_skips_the_update_of_every_stage() -> None:
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_stage_order_is_a_permutation(data: st.DataObject) -> None:
-    stages, chunks, places = (data.draw(st.integers(1, 4)) for _ in range(3))
-    n = data.draw(st.integers(1, stages * chunks * places))
-    flat = np.full(stages * chunks * places, -1)
+    stages, chunks, slots = (data.draw(st.integers(1, 4)) for _ in range(3))
+    n = data.draw(st.integers(1, stages * chunks * slots))
+    flat = np.full(stages * chunks * slots, -1)
     where = data.draw(st.permutations(range(flat.size)))[:n]
     flat[np.array(where)] = np.arange(n)
-    order = Stages(flat.reshape(stages, chunks, places).astype(np.int32), ("layers",) * places, ("layers",) * n)
+    order = Stages(flat.reshape(stages, chunks, slots).astype(np.int32), ("layers",) * slots, ("layers",) * n)
     leaf = np.random.default_rng(n).normal(size=(n, 3)).astype(np.float32)
     staged = order.to_stages("layers", jax.numpy.asarray(leaf))
     assert not np.asarray(staged)[flat < 0].any()
@@ -280,13 +281,13 @@ def test_stage_order_is_a_permutation(data: st.DataObject) -> None:
     ("sections", "words"),
     [
         (pipe(4, 4, model={"n_layers": 3}), ["mesh.pipe 4", "model.n_layers is 3"]),
-        (pipe(2, 4, remat={"policy": "full", "every": 4}), ["remat.every 4", "2 x layers", "2 places"]),
+        (pipe(2, 4, remat={"policy": "full", "every": 4}), ["remat.every 4", "2 x layers", "2 layer slots"]),
         (pipe(2, 4, pipeline={"microbatches": 8}), ["pipeline.microbatches 8", "train.accumulation 4"]),
         (pipe(2, 4, "1f2b"), ["pipeline.schedule '1f2b'", "1f1b"]),
         (pipe(2, 4, model={"vocab_size": 129}), ["vocab", "pipe", "129"]),
     ],
 )
-def test_what_cannot_run_is_refused_with_a_mend(sections: Sections, words: list[str]) -> None:
+def test_impossible_pipelines_are_refused_with_a_fix(sections: Sections, words: list[str]) -> None:
     with pytest.raises(ConfigError) as error:
         setup_of(config_of(**sections))
     assert all(word in str(error.value) for word in words), str(error.value)

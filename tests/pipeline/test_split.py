@@ -1,4 +1,4 @@
-"""Splits: against all possible ones where they can be counted, explicit lists, places of mixed kinds."""
+"""Splits of layers: against all possible ones, explicit lists, layer slots of several kinds."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def test_auto_is_the_best_of_all_splits(data: st.DataObject, stages: int, chunks
 
 
 def test_head_and_embedding_take_layers_from_the_ends() -> None:
-    def counts(ends: tuple[float, float]) -> tuple[int, ...]:
-        return split_layers(["layers"] * 30, 4, 1, "auto", None, ends).counts
+    def counts(end_costs: tuple[float, float]) -> tuple[int, ...]:
+        return split_layers(["layers"] * 30, 4, 1, "auto", None, end_costs).counts
 
     assert counts((0, 0)) == (8, 8, 7, 7)
     assert counts((0, 2.4)) == (8, 8, 8, 6)
@@ -47,31 +47,31 @@ def test_head_and_embedding_take_layers_from_the_ends() -> None:
 
 
 def test_configuration_b_has_eight_layers_a_stage() -> None:
-    """Requirements section 5: layers 1-8, 9-16, 17-24, 25-32; the head is 2.4 layers, but a ninth place costs more."""
+    """Requirements section 5: layers 1-8, 9-16, 17-24, 25-32; the head costs 2.4 layers, a ninth slot more."""
     model = build(load_config("models/llama3_8b").model)
     split = split_stages(model, PipelineConfig(), 4, 1)
     assert split.runs == [range(8), range(8, 16), range(16, 24), range(24, 32)]
     assert split_stages(model, PipelineConfig(stages=[9, 8, 8, 7]), 4, 1).counts == (9, 8, 8, 7)
 
 
-def test_chunks_take_turns() -> None:
+def test_chunks_alternate_between_stages() -> None:
     split = split_layers(["layers"] * 8, 2, 2)
-    np.testing.assert_array_equal(split.places, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]])
+    np.testing.assert_array_equal(split.layers, [[[0, 1], [4, 5]], [[2, 3], [6, 7]]])
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.lists(st.sampled_from(["layers", "dense_layers"]), min_size=4, max_size=14))
-def test_places_hold_every_layer_once_in_order(data: st.DataObject, kinds: list[str]) -> None:
+def test_slots_hold_every_layer_once_in_order(data: st.DataObject, kinds: list[str]) -> None:
     stages, chunks = data.draw(st.sampled_from([(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)]))
     split = split_layers(kinds, stages, chunks, "auto", {"layers": 3.0, "dense_layers": 1.0})
-    order = split.places.transpose(1, 0, 2).ravel()
+    order = split.layers.transpose(1, 0, 2).ravel()
     assert [layer for layer in order if layer >= 0] == list(range(len(kinds)))
-    for place, kind in enumerate(split.pattern):
-        assert {kinds[layer] for layer in split.places[:, :, place].ravel() if layer >= 0} <= {kind}
+    for slot, kind in enumerate(split.pattern):
+        assert {kinds[layer] for layer in split.layers[:, :, slot].ravel() if layer >= 0} <= {kind}
 
 
 def test_dense_layers_first_then_mixtures() -> None:
-    """DeepSeek-V3's 3 dense and 58 mixture layers: places of both kinds on every stage, the dense ones first."""
+    """DeepSeek-V3's 3 dense and 58 mixture layers: slots of both kinds on every stage, the dense ones first."""
     kinds = ["dense_layers"] * 3 + ["layers"] * 58
     split = split_layers(kinds, 4, 1, "auto", {"layers": 2.0, "dense_layers": 1.0})
     assert split.pattern == ("dense_layers",) * 3 + ("layers",) * 15
@@ -100,15 +100,15 @@ def test_more_runs_than_layers_are_refused() -> None:
 
 
 def unrolled(loops: tuple[Loop, ...]) -> list[tuple[str, int]]:
-    """Kind and place among its kind of each layer, as the loops run."""
+    """Kind and slot of each layer, in the order of the loops."""
     found = []
     for loop in loops:
-        for turn in range(loop.turns):
+        for n in range(loop.iterations):
             for segment in loop.segments:
-                at = {kind: first + turn * a_turn for kind, (first, a_turn) in segment.at.items()}
+                slot = {kind: first + n * per_iteration for kind, (first, per_iteration) in segment.slots.items()}
                 for kind in segment.stacks:
-                    found.append((kind, at[kind]))
-                    at[kind] += 1
+                    found.append((kind, slot[kind]))
+                    slot[kind] += 1
     return found
 
 
@@ -125,18 +125,18 @@ def test_loops_run_the_pattern_in_order(pattern: list[str], every: int) -> None:
 
 
 def test_repetitions_are_loops() -> None:
-    assert [(len(loop.segments), loop.turns) for loop in loops_of(["d"] * 3 + ["m"] * 15, 1)] == [(1, 3), (1, 15)]
-    assert [(len(loop.segments), loop.turns) for loop in loops_of(["d", "m"] * 6 + ["d"], 1)] == [(2, 6), (1, 1)]
-    assert [(len(loop.segments), loop.turns) for loop in loops_of(["d", "m"] * 6, 4)] == [(1, 3)]
-    with pytest.raises(ConfigError, match=r"remat.every 4 does not cut 3 x d"):
+    assert [(len(loop.segments), loop.iterations) for loop in loops_of(["d"] * 3 + ["m"] * 15, 1)] == [(1, 3), (1, 15)]
+    assert [(len(loop.segments), loop.iterations) for loop in loops_of(["d", "m"] * 6 + ["d"], 1)] == [(2, 6), (1, 1)]
+    assert [(len(loop.segments), loop.iterations) for loop in loops_of(["d", "m"] * 6, 4)] == [(1, 3)]
+    with pytest.raises(ConfigError, match=r"remat.every 4 does not divide 3 x d"):
         loops_of(["d"] * 3 + ["m"] * 16, 4)
 
 
 def test_dense_layers_come_first() -> None:
-    """DeepSeek-V3 on four stages: three dense layers, then mixtures; a mixture costs what a token meets of it."""
+    """DeepSeek-V3 on four stages: three dense layers, then mixtures; a mixture costs its active experts."""
     model = build(load_config("models/deepseek_v3").model)
     split = split_stages(model, PipelineConfig(), 4, 1)
     assert split.pattern == ("dense_layers",) * 3 + ("layers",) * 15
     assert split.counts[0] > split.counts[-1]
-    assert split.places[0, 0, :3].tolist() == [0, 1, 2] and (split.places[1:, 0, :3] == -1).all()
-    np.testing.assert_array_equal(np.sort(split.places[split.places >= 0]), np.arange(61))
+    assert split.layers[0, 0, :3].tolist() == [0, 1, 2] and (split.layers[1:, 0, :3] == -1).all()
+    np.testing.assert_array_equal(np.sort(split.layers[split.layers >= 0]), np.arange(61))
