@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from jaxtrain.config.aliases import migrate, migrate_value, new_key
 from jaxtrain.config.errors import ConfigError, nearest
 from jaxtrain.config.settings import RunConfig
+from jaxtrain.config.values import NULLS, Plain, dump_yaml, find_annotation, parse_override, parse_yaml, read_number
 
 CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
 
@@ -35,23 +35,22 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = (), hints: bool = True) -> di
     if path in seen:
         raise ConfigError(f"{path}: base files form a circle, break it: {' -> '.join(p.name for p in (*seen, path))}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} holds a {type(tree).__name__}, not a mapping of sections")
+        raise ConfigError(f"{path} holds no sections of settings: write lines such as train: {{steps: 100}}")
     tree = migrate(tree, str(path), hints)
-    bases = tree.pop("base", [])
     merged: dict[str, Any] = {}
-    for base in [bases] if isinstance(bases, str) else bases:
-        merged = _merge(merged, read_yaml(path.parent / str(base), (*seen, path), hints))
+    for base in _bases(path, tree.pop("base", [])):
+        merged = _merge(merged, read_yaml(path.parent / base, (*seen, path), hints))
     return _merge(merged, tree)
 
 
 def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Set `a.b=value` entries (value in YAML syntax) on a tree of settings.
+    """Set `a.b=value` entries on a tree of settings; the type of the setting says how the value is read.
 
     Raises ConfigError for an entry of another form, and where a setting is given under its old and its new name.
     """
@@ -74,11 +73,7 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
                     f"override {override!r}: {part} is one value, it has no key {parts[-1]!r}; set {part}"
                 )
             node = child
-        try:
-            # YAML reads nothing as null; on a command line nothing is the empty text, and null is written out.
-            value = yaml.safe_load(text) if text else ""
-        except yaml.YAMLError:
-            value = text
+        value = parse_override(text, find_annotation(RunConfig, key))
         node[parts[-1]] = migrate_value(value, key, "override")
     return out
 
@@ -87,14 +82,14 @@ def validate(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
     """A RunConfig from a tree of plain values; raises one ConfigError that lists all faults."""
     tree = migrate(tree, source)
     try:
-        return RunConfig.model_validate(_numbers(tree, RunConfig))
+        return RunConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{source}: {_explain(e)}" for e in _distinct(error))) from None
 
 
 def dump_config(config: RunConfig) -> str:
     """YAML of every setting; a sharding rule appears only if it was set (unset is not null)."""
-    return yaml.safe_dump(to_tree(config), sort_keys=False)
+    return dump_yaml(to_tree(config))
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
@@ -121,6 +116,17 @@ def replace(config: RunConfig, *overrides: str) -> RunConfig:
     return validate(apply_overrides(to_tree(config), overrides), source="override")
 
 
+def _bases(path: Path, bases: Any) -> list[str]:
+    """The files that `base:` of a YAML file names."""
+    names = bases if isinstance(bases, list) else [bases]
+    for name in names:
+        if not isinstance(name, str) or (isinstance(name, Plain) and (name in NULLS or read_number(name) is not None)):
+            raise ConfigError(
+                f"{path}: base is {str(name) or 'empty'}: name a YAML file or a list of files, relative to this file"
+            )
+    return names
+
+
 def _find(path: Path) -> Path:
     for candidate in (path, path.with_suffix(".yaml"), CONFIG_ROOT / path, CONFIG_ROOT / path.with_suffix(".yaml")):
         if candidate.is_file():
@@ -140,21 +146,6 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return out
 
 
-def _numbers(tree: Any, model: type[BaseModel]) -> Any:
-    """YAML 1.1 reads 3e-4 as text: give float fields their number back."""
-    if not isinstance(tree, Mapping):
-        return tree
-    out = dict(tree)
-    for key, value in tree.items():
-        annotation = model.model_fields[key].annotation if key in model.model_fields else None
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            out[key] = _numbers(value, annotation)
-        elif isinstance(value, str) and "float" in str(annotation):
-            with contextlib.suppress(ValueError):
-                out[key] = float(value)
-    return out
-
-
 def _distinct(error: ValidationError) -> list[Any]:
     """One entry per setting. A union reports each of its branches under a path with a type such as list[...]."""
     seen: dict[tuple[Any, ...], Any] = {}
@@ -171,6 +162,8 @@ def _explain(entry: Any) -> str:
         return f"unknown setting {name}{nearest(str(loc[-1]), _keys_at(loc[:-1]))}"
     if entry["type"] == "missing":
         return f"{name} is not set and has no default: set it"
+    if entry["type"] in ("model_type", "dict_type"):
+        return f"{name} is {entry['input']!r}: it is a section, write settings below it or remove it"
     if entry["type"] == "value_error":
         return str(entry["ctx"]["error"])
     return f"{name} is {entry['input']!r}: {entry['msg'][0].lower()}{entry['msg'][1:]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -55,7 +54,7 @@ def import_run(
 
     def parsed(home: Path) -> RunConfig:
         """The run's configuration with the tokenizer file in `home`."""
-        path = [f"data.tokenizer.path={json.dumps(str((home / tokenizer).absolute()))}"] if tokenizer else []
+        path = [f"data.tokenizer.path={(home / tokenizer).absolute()}"] if tokenizer else []
         return validate(_check_tokenizer(apply_overrides(apply_overrides(tree, path), overrides), directory))
 
     # Use the folder's tokenizer until everything is checked; then it is copied into the run.

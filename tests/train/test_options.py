@@ -50,8 +50,8 @@ def test_wrong_options_are_refused_before_they_are_used(
 
 
 def test_a_value_that_is_no_scalar() -> None:
-    with pytest.raises(ConfigError, match=r"xla\.xla_foo is \[1\]: use true, false, a number or text"):
-        load_config("tiny", ["xla.xla_foo=[1]"])
+    with pytest.raises(ConfigError, match=r"xla\.xla_foo is \['1'\]: use true, false, a number or text"):
+        load_config("tiny", ["xla={xla_foo: [1]}"])
 
 
 def test_options_reach_the_compiler_and_gpu_options_do_no_harm_here(tmp_path: Path) -> None:
