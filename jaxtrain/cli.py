@@ -275,7 +275,7 @@ class Verify:
         from jaxtrain.prove.verify import verify
 
         errors = Console(stderr=True)
-        with verify_progress(errors, shown=config.observe.progress and errors.is_terminal) as on_progress:
+        with verify_progress(errors, bar=config.observe.progress and errors.is_terminal) as on_progress:
             report = verify(config, self.layouts, devices, on_progress)
         if self.json:
             print_json(report_to_json(report))

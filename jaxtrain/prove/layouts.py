@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtrain.config import AXES, ConfigError, RunConfig, replace, to_tree, validate
+from jaxtrain.mesh.topology import build_topology
+from jaxtrain.train.resolve import resolve
 
 FILE = "file"
 """Name of the configuration's own layout."""
@@ -116,13 +120,37 @@ class VerifyLayout:
     devices: int
 
 
-def layout_names(config: RunConfig, requested: str = "all") -> list[str]:
-    """Layouts of `--layouts`: for `all` the configuration's own and the table, else those listed, separated by `;`.
+@dataclass(frozen=True)
+class SkippedLayout:
+    """A row of the table that does not apply to a model or to the devices, and the reason."""
 
-    Raises ConfigError if none is listed.
+    name: str
+    reason: str
+
+
+def applicable_layouts(config: RunConfig, devices: Sequence[Any]) -> tuple[list[str], list[SkippedLayout]]:
+    """The configuration's own layout and the applicable rows of the table, and the rows that are skipped.
+
+    A row is skipped if `resolve` refuses it, before anything is compiled: attention backends that need a GPU, stages or
+    heads that do not divide, experts without a mixture.
     """
-    if requested == "all":
-        return [FILE, *DENSE, *BACKENDS, *SEQUENCE, *PIPELINE, *(EXPERTS if config.model.moe.experts else ())]
+    names, skipped = [FILE], []
+    for name in (*DENSE, *BACKENDS, *SEQUENCE, *PIPELINE, *EXPERTS):
+        try:
+            if name in EXPERTS and not config.model.moe.experts:
+                raise ConfigError("model.moe.experts is 0: the model has no experts to shard")
+            layout = parse_layout(config, name, len(devices))
+            topology = build_topology(layout.config.mesh, layout.config.cluster, devices[: layout.devices])
+            resolve(layout.config, topology)
+        except ConfigError as error:
+            skipped.append(SkippedLayout(name, str(error)))
+        else:
+            names.append(name)
+    return names, skipped
+
+
+def listed_layouts(requested: str) -> list[str]:
+    """The layouts listed in `--layouts`, separated by `;`. Raises ConfigError if none is listed."""
     names = [name.strip() for name in requested.split(";") if name.strip()]
     if not names:
         raise ConfigError(f"--layouts {requested!r} names no layout: use all, file, or 'data=2,tensor=2;tensor=4'")

@@ -17,7 +17,14 @@ from jaxtrain.ops.reference import use_reference
 from jaxtrain.prove.adamw import reference_steps
 from jaxtrain.prove.batches import StepBatch, adversarial_batches, randomize_masked, repack
 from jaxtrain.prove.compare import Check, compare, first_failure
-from jaxtrain.prove.layouts import VerifyLayout, layout_names, parse_layout, without_layout
+from jaxtrain.prove.layouts import (
+    SkippedLayout,
+    VerifyLayout,
+    applicable_layouts,
+    listed_layouts,
+    parse_layout,
+    without_layout,
+)
 from jaxtrain.prove.measure import Outcome, StepRunner, random_state
 from jaxtrain.prove.shrink import shrink
 from jaxtrain.train.resolve import Bound, bind
@@ -53,6 +60,7 @@ class VerifyReport:
     devices: int
     results: tuple[LayoutResult, ...]
     requested: str = "all"
+    not_applicable: tuple[SkippedLayout, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -64,10 +72,7 @@ class VerifyReport:
     def faults(self) -> list[LayoutResult]:
         """Failed layouts, and layouts that were requested by name and refused."""
         named = self.requested != "all"
-        return [
-            result for result in self.results
-            if result.status == "failed" or (named and result.status == "refused" and result.name != ADAMW_ROW)
-        ]  # fmt: skip
+        return [r for r in self.results if r.status == "failed" or (named and r.status == "refused")]
 
     @property
     def passed(self) -> bool:
@@ -86,20 +91,30 @@ def verify(
     layouts: all, file (the configuration's own), or a list such as 'data=2,tensor=2;tensor=4,rules.preset=[tensor]'.
     on_progress: called with the number of finished rows, their total, and the latest result.
 
-    A layout that the trainer refuses is a result of status "refused". Raises ConfigError if `layouts` names none.
+    With `all`, rows of the table that do not apply to the model or the devices are left out and listed in the report.
+    Any other layout that the trainer refuses has the status "refused". Raises ConfigError if `layouts` names none.
     """
-    small = shrink(config)
-    names, found = layout_names(small, layouts), jax.devices() if devices is None else devices
-    on_progress(0, len(names) + 1, None)
-    verifier = Verifier(small, found)
-    results = [verifier.check_adamw()]
+    small, found = shrink(config), jax.devices() if devices is None else devices
+    names, skipped = applicable_layouts(small, found) if layouts == "all" else (listed_layouts(layouts), [])
+    has_numpy_rule = small.optimizer.name == "adamw"
+    if not has_numpy_rule:
+        reason = f"optimizer.name is {small.optimizer.name}: the NumPy reference implements adamw only"
+        skipped.append(SkippedLayout(ADAMW_ROW, reason))
+    total = len(names) + has_numpy_rule
+    on_progress(0, total, None)
+    verifier, results = Verifier(small, found), []
+
+    def add(result: LayoutResult) -> None:
+        results.append(result)
+        on_progress(len(results), total, result)
+
+    if has_numpy_rule:
+        add(verifier.check_adamw())
     # One layout runs while others compile. Two programs that run at once on the same devices could deadlock.
     with ThreadPoolExecutor(COMPILERS) as pool:
         for compiled in pool.map(verifier.compile, names):
-            on_progress(len(results), len(names) + 1, results[-1])
-            results.append(verifier.run(compiled))
-    on_progress(len(results), len(names) + 1, results[-1])
-    return VerifyReport(small, len(found), tuple(results), layouts)
+            add(verifier.run(compiled))
+    return VerifyReport(small, len(found), tuple(results), layouts, tuple(skipped))
 
 
 @dataclass(frozen=True)
@@ -131,13 +146,8 @@ class Verifier:
         self._reference_outcome = cache(self._run_reference)
 
     def check_adamw(self) -> LayoutResult:
-        """The reference's steps against AdamW in NumPy."""
+        """The reference's steps against AdamW in NumPy; optimizer.name must be adamw."""
         start = time.monotonic()
-        optimizer = self._config.optimizer.name
-        if optimizer != "adamw":
-            return LayoutResult(
-                ADAMW_ROW, "refused", 0.0, reason=f"optimizer.name is {optimizer}: the NumPy reference is adamw only"
-            )
         batches = [self._reference_batch(step_batch) for step_batch in self._step_batches]
         want = reference_steps(self._reference, self._runner, self._initial, batches)
         return self._judge(ADAMW_ROW, start, self._reference_outcome(tuple(self._step_batches)), want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from jaxtrain.cli import main
 from jaxtrain.config import CONFIG_ROOT, ConfigError, load_config, replace, validate
@@ -24,10 +26,11 @@ from jaxtrain.data.packing import PACKERS
 from jaxtrain.pipeline.schedule import MAKERS, schedule_shape
 from jaxtrain.prove.batches import adversarial_batches, randomize_masked, repack
 from jaxtrain.prove.compare import BOUNDS, Check, compare, first_failure
-from jaxtrain.prove.layouts import DENSE, EXPERTS, FILE, PIPELINE, SEQUENCE, layout_names, parse_layout
+from jaxtrain.prove.layouts import BACKENDS, DENSE, EXPERTS, FILE, PIPELINE, SEQUENCE, applicable_layouts, parse_layout
 from jaxtrain.prove.measure import Outcome
+from jaxtrain.prove.show import report_to_json, skipped_line, time_left, verify_progress
 from jaxtrain.prove.shrink import BATCH, SEQ_LEN, VOCAB, shrink
-from jaxtrain.prove.verify import ADAMW_ROW, verify
+from jaxtrain.prove.verify import ADAMW_ROW, LayoutResult, VerifyReport, verify
 
 STRUCTURES = sorted(path.stem for path in (CONFIG_ROOT / "models").glob("*.yaml"))
 
@@ -100,10 +103,27 @@ def test_the_table_covers_presets_policies_and_packers() -> None:
         assert word in text
     for word in ("ring", "all_gather", "ulysses", "gpipe", "1f1b", "interleaved", "zero_bubble"):
         assert word in text or word in ("ring", "1f1b")
-    assert layout_names(shrink(load_config("tiny")))[0] == FILE
-    mixture = replace(load_config("tiny"), "model.moe.experts=8")
-    assert set(EXPERTS) <= set(layout_names(shrink(mixture))) and not set(EXPERTS) & set(
-        layout_names(shrink(load_config("tiny")))
+
+
+def test_rows_that_do_not_apply_are_left_out_with_a_reason() -> None:
+    names, skipped = applicable_layouts(shrink(load_config("tiny")), jax.devices()[:8])
+    reasons = {layout.name: layout.reason for layout in skipped}
+    assert names[0] == FILE and not set(names) & set(reasons)
+    assert set(names[1:]) | set(reasons) == {*DENSE, *BACKENDS, *SEQUENCE, *PIPELINE, *EXPERTS}
+    assert "needs NVIDIA GPUs" in reasons["data=2, attention.backend=cudnn"]
+    assert all("no experts" in reasons[name] for name in EXPERTS)
+    # Six layers: rows for eight do not apply.
+    assert sum("pipeline.stages" in reason for reason in reasons.values()) == 3
+    report = VerifyReport(load_config("tiny"), 8, (), "all", tuple(skipped))
+    line = skipped_line(report)
+    assert line.startswith(f"{len(skipped)} rows do not apply") and "pipeline.stages 3" in line
+    assert [row["name"] for row in report_to_json(report)["not_applicable"]] == list(reasons)
+    mixture = shrink(replace(load_config("tiny"), "model.moe.experts=8"))
+    assert set(EXPERTS) <= set(applicable_layouts(mixture, jax.devices()[:8])[0])
+    # Four devices are too few for rows that name eight.
+    assert (
+        "raise --devices"
+        in {s.name: s.reason for s in applicable_layouts(mixture, jax.devices()[:4])[1]}["data=1, seq=8"]
     )
 
 
@@ -275,7 +295,20 @@ def test_progress_reports_every_row() -> None:
     verify(
         load_config("tiny"), "tensor=3;tensor=5", jax.devices()[:1], lambda done, total, _: calls.append((done, total))
     )
-    assert calls[0] == (0, 3) and calls[-1] == (3, 3)
+    assert calls == [(0, 2), (1, 2), (2, 2)]
+
+
+def test_progress_without_a_terminal_is_a_line_per_row_with_the_time_left() -> None:
+    out = io.StringIO()
+    with verify_progress(Console(file=out), bar=False) as on_progress:
+        on_progress(0, 2, None)
+        on_progress(1, 2, LayoutResult("data=2, rules.preset=[fsdp]", "passed", 1.25))
+        on_progress(2, 2, LayoutResult("tensor=3", "refused", 0.0))
+    first, second, last = out.getvalue().splitlines()
+    assert first.startswith("verify: 2 rows")
+    assert second == "verify: 1 of 2, data=2, rules.preset=[fsdp]: passed in 1.2 s, about 0 s left"
+    assert last == "verify: 2 of 2, tensor=3: refused in 0.0 s"
+    assert time_left(60.0, 2, 8) == "about 3 min left" and time_left(60.0, 0, 8) == time_left(60.0, 8, 8) == ""
 
 
 def test_a_pytorch_reference_passes(capsys: pytest.CaptureFixture[str]) -> None:
