@@ -31,7 +31,7 @@ from jaxtrain.nn.decoder import mixture_layers
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.optim import build_optimizer
 from jaxtrain.program.cards import describe_machine
-from jaxtrain.train.experts import border, crossing_pairs
+from jaxtrain.train.experts import cross_domain_tokens, crossing_pairs
 from jaxtrain.train.resolve import resolve
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
     """Lay a configuration over `devices` imagined devices, over a described cluster (name or YAML file), or over both.
 
     Without either: config.cluster where it is described, else the devices that jax finds here. Raises ConfigError for
-    whatever training would refuse: sizes, torn groups, rules.
+    whatever training would refuse: sizes, groups that span domains, rules, batch arithmetic.
     """
     if cluster is not None:
         path = cluster if Path(cluster).suffix else f"clusters/{cluster}"
@@ -319,7 +319,7 @@ def _crossing_table(one: Inspection) -> Table:
 def _border_lines(one: Inspection) -> list[str]:
     """What an expert group that leaves its domain sends over the border, with and without group-limited routing."""
     model, sizes, rules = one.config.model, one.topology.sizes, one.layout.rules
-    crossed = border(model, crossing_pairs(one.topology, rules))
+    crossed = cross_domain_tokens(model, crossing_pairs(one.topology, rules))
     if crossed is None:
         return []
     sharing = {"pipe", *(axis for name in ("batch", "seq_len", "experts") for axis in rules.axes(name))}

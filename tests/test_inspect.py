@@ -157,7 +157,7 @@ def test_diff_keeps_the_imagined_machine():
 
 
 def test_what_training_refuses_inspect_refuses():
-    with pytest.raises(ConfigError, match="torn"):
+    with pytest.raises(ConfigError, match="spans"):
         inspect(RunConfig.model_validate({"mesh": {"tensor": 16}}), cluster="h100_8x8")
     with pytest.raises(ConfigError, match="mesh data 3"):
         inspect(replace(TINY, "mesh.data=3"), devices=8)

@@ -132,6 +132,10 @@ class TrainConfig(Section):
     """Seed of initialisation and data order."""
     z_loss: float = Field(0.0, ge=0)
     """Weight of the z-loss, the mean square of logsumexp of the logits (PaLM); 0 is none."""
+    loss: str = "cross_entropy"
+    """Loss of the scored tokens: cross_entropy, or one that user code registered in jaxtrain.LOSSES."""
+    metrics: list[str] = []
+    """Further metrics of each step, registered in jaxtrain.METRICS; rows hold their means over scored tokens."""
     sample_prompt: str = "def "
     """Prompt of the sample generated at the end of the run; empty for none."""
     sample_tokens: PositiveInt = 96

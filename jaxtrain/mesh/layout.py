@@ -1,7 +1,7 @@
-"""ZeRO stages as shardings: where weights, masters, gradients and optimizer state of every parameter live.
+"""ZeRO stages as shardings: specs of weights, master parameters, gradients and optimizer state of every parameter.
 
 ZeRO-1 shards the optimizer's state further than the weights, ZeRO-2 the reduced gradients too, ZeRO-3 (FSDP) the
-weights themselves (Rajbhandari et al. 2020). All three are one step: add axes to a spec where they divide.
+weights themselves (Rajbhandari et al. 2020). All three add axes to a spec where they divide.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ PARTS = ("weights", "masters", "gradients", "optimizer")
 class Layout:
     """Trees of PartitionSpec, one a parameter.
 
-    weights: as forward and backward use them; masters: as the state stores them; gradients: after their reduction;
-    optimizer: moments. batch_axes shard the batch; deferred_axes are those of them that shard no weight, so gradients
-    are reduced over them once an update. length_axes shard rows. Axes of size 1 appear nowhere.
+    weights: as forward and backward use them; master_params: as the state stores them; gradients: after their
+    reduction; optimizer: moments. batch_axes shard the batch; deferred_axes are those of them that shard no weight, so
+    gradients are reduced over them once a step. sequence_axes shard sequences. Axes of size 1 appear nowhere.
     """
 
     weights: Tree
@@ -79,8 +79,8 @@ class Layout:
 def build_layout(params: Tree, rules: Rules, sizes: Mapping[Axis, int], separate_master_params: bool) -> Layout:
     """Specs of everything that belongs to a parameter; `params` is a tree of Param.
 
-    separate_masters: weights are cast from float32 masters, which then take the optimizer's spec. Raises one
-    ConfigError with every finding (parameter, dimension, spec, mend) that `rules.allow` does not accept.
+    separate_master_params: weights are cast from float32 master parameters, which then take the optimizer's spec.
+    Raises one ConfigError with every finding (parameter, dimension, spec, fix) that `rules.allow` does not accept.
     """
     flat = flatten_paths(params)
     resolved = {name: spec_for(param, rules, sizes, name) for name, param in flat.items()}
@@ -178,8 +178,8 @@ def _unmatched(flat: Mapping[str, Param], rules: Rules) -> list[Finding]:
 
 
 def _replicated(flat: Mapping[str, Param], resolved: Mapping[str, ResolvedSpec], rules: Rules) -> list[Finding]:
-    # What the base table shards (stages, experts) is the mesh's doing; replicas beside it are the point. Replication
-    # that somebody wrote down (null, kv heads, an allowed misfit) is on purpose.
+    # The base table (stages, experts) shards whatever the user asked for: it does not make replication suspicious.
+    # Replication that was asked for (null, kv heads, an allowed finding) is intended.
     asked = {
         axis for one in resolved.values() for reason in one.reasons if reason.origin != "base" for axis in reason.axes
     }
@@ -196,7 +196,7 @@ def _replicated(flat: Mapping[str, Param], resolved: Mapping[str, ResolvedSpec],
         axes = ", ".join(axis for axis in AXES if axis in asked)
         findings.append(Finding(
             "replicated", name,
-            f"{name} {param.shape} {param.names} is whole on every device: {size:,} elements, more than "
+            f"{name} {param.shape} {param.names} is replicated on every device: {size:,} elements, more than "
             f"rules.replicated_limit {rules.replicated_limit:,}, spec {resolved[name].spec}; shard it with one of "
             f"{names} (axes in use: {axes}) or raise the limit",
         ))  # fmt: skip
@@ -240,17 +240,17 @@ def _state_spec(
     for start in range(len(path)):
         if path[start:] in owners:
             whole, spec = owners[path[start:]]
-            kept = _kept_dims(shape, whole)
+            matched = _matched_dims(shape, whole)
             dims = spec_axes(spec, len(whole))
-            return None if kept is None else make_spec(() if i is None else dims[i] for i in kept)
+            return None if matched is None else make_spec(() if i is None else dims[i] for i in matched)
     return PartitionSpec() if math.prod(shape) <= CONSTANTS else None
 
 
-def _kept_dims(shape: tuple[int, ...], whole: tuple[int, ...]) -> list[int | None] | None:
+def _matched_dims(shape: tuple[int, ...], whole: tuple[int, ...]) -> list[int | None] | None:
     """For each dimension of `shape` the one of `whole` it is (None where set to 1); None where neither fits."""
     if len(shape) == len(whole):
-        kept = [i if n == m else None for i, (n, m) in enumerate(zip(shape, whole, strict=True))]
-        return kept if all(i is not None or n == 1 for i, n in zip(kept, shape, strict=True)) else None
+        matched = [i if n == m else None for i, (n, m) in enumerate(zip(shape, whole, strict=True))]
+        return matched if all(i is not None or n == 1 for i, n in zip(matched, shape, strict=True)) else None
     found: list[int | None] = []
     start = 0
     for n in shape:

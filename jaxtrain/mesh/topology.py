@@ -1,7 +1,7 @@
 """Devices -> fast domains -> the five-axis device array.
 
-A *domain* is a set of devices joined by the fast links: a node, or a rack of several nodes. How often data flows
-along a mesh axis decides which axis may cross a domain border: tensor and expert last, then seq and data, pipe first.
+A *domain* is a set of devices joined by fast links: a node, or a rack of several nodes. How often data flows along a
+mesh axis decides which axes may cross domains: pipe first, then data and seq, tensor and expert last.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from jax.sharding import AxisType, Mesh
 
 from jaxtrain.config import AXES, Axis, ClusterConfig, ConfigError, MeshConfig
 
-# Groups along these must stay inside a domain, the innermost first.
+# Axes whose groups must stay inside a domain, the innermost first.
 TIGHT: tuple[Axis, ...] = ("tensor", "expert")
 NODE_SIZE = 8
 
 
 @dataclass(frozen=True)
 class DescribedDevice:
-    """A device of a described cluster: what ordering and pictures need to know of a real one."""
+    """A device of a described cluster: the attributes of a real one that ordering and plots read."""
 
     id: int
     process_index: int
@@ -51,7 +51,7 @@ class Topology:
         return Mesh(self.devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
     def crossings(self) -> dict[Axis, int]:
-        """Axis -> most domains that one group of devices along this axis touches; 1 never leaves a domain."""
+        """Axis -> most domains that one group of devices along this axis spans; 1 stays inside a domain."""
         return {axis: _domains_touched(self.domain, (axis,)) for axis in AXES}
 
 
@@ -67,10 +67,10 @@ def resolve_sizes(mesh: MeshConfig, n_devices: int) -> dict[Axis, int]:
     terms = " x ".join(f"{axis} {sizes[axis]}" for axis in AXES if sizes[axis] != -1)
     if free:
         raise ConfigError(
-            f"mesh.{free[0]} is -1 and takes the devices that are left, but mesh {terms} = {fixed} does not divide "
+            f"mesh.{free[0]} is -1 and takes the devices that remain, but mesh {terms} = {fixed} does not divide "
             f"{n_devices} devices: choose sizes whose product divides {n_devices}"
         )
-    raise ConfigError(f"mesh {terms} = {fixed} devices, but there are {n_devices}: {_mend_sizes(sizes, n_devices)}")
+    raise ConfigError(f"mesh {terms} = {fixed} devices, but there are {n_devices}: {_fix_sizes(sizes, n_devices)}")
 
 
 def described_devices(
@@ -92,10 +92,10 @@ def described_devices(
 
 
 def build_topology(mesh: MeshConfig, cluster: ClusterConfig, devices: Sequence[Any] | None = None) -> Topology:
-    """Lay devices (null: all that jax finds) over the mesh, domain by domain, in whatever order they are handed in.
+    """Place devices (null: all that jax finds) on the mesh, domain by domain; the order of `devices` does not matter.
 
-    Raises ConfigError when sizes do not multiply out, domains are uneven, or a (data, pipe) coordinate's
-    tensor x expert group leaves its domain and mesh.allow_cross_domain does not say so.
+    Raises ConfigError when the sizes' product is not the number of devices, domains are uneven, or the tensor x expert
+    group of a (data, pipe) coordinate spans domains and mesh.allow_cross_domain does not allow it.
     """
     found = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(mesh, len(found))
@@ -139,7 +139,7 @@ def fast_domains(devices: Sequence[Any], cluster: ClusterConfig) -> list[list[An
         outside = sum(d.process_index in members for d in ordered) - len(domain)
         if outside and len(members) > 1:
             raise ConfigError(
-                f"cluster.domain_size {size} cuts through a process: domain {i} holds a part of processes "
+                f"cluster.domain_size {size} splits a process: domain {i} holds a part of processes "
                 f"{_processes(domain)}; use a multiple or a divisor of the {len(processes[0])} devices a process has"
             )
     return domains
@@ -148,27 +148,27 @@ def fast_domains(devices: Sequence[Any], cluster: ClusterConfig) -> list[list[An
 def cross_domain_groups(
     domain: np.ndarray, axes: tuple[Axis, ...] = TIGHT
 ) -> list[tuple[dict[Axis, int], dict[int, np.ndarray]]]:
-    """Groups along `axes` of a five-axis array of domain numbers that touch several domains.
+    """Groups along `axes` of a five-axis array of domain numbers that span several domains.
 
     Each is (coordinates on the other axes, {domain: flat indices into the array of the members there}).
     """
     fixed = [axis for axis in AXES if axis not in axes]
     rows = np.moveaxis(domain, [AXES.index(axis) for axis in fixed], range(len(fixed)))
     index = np.moveaxis(np.arange(domain.size).reshape(domain.shape), [AXES.index(a) for a in fixed], range(len(fixed)))
-    torn = []
-    for place in product(*(range(n) for n in rows.shape[: len(fixed)])):
-        members, where = rows[place].ravel(), index[place].ravel()
+    found = []
+    for coordinate in product(*(range(n) for n in rows.shape[: len(fixed)])):
+        members, where = rows[coordinate].ravel(), index[coordinate].ravel()
         touched = np.unique(members)
         if len(touched) > 1:
-            torn.append((dict(zip(fixed, place, strict=True)), {int(d): where[members == d] for d in touched}))
-    return torn
+            found.append((dict(zip(fixed, coordinate, strict=True)), {int(d): where[members == d] for d in touched}))
+    return found
 
 
 def _physical_order(sizes: dict[Axis, int], domain_size: int, bound: tuple[Axis, ...]) -> np.ndarray:
-    """Five-axis array of positions in domain order: [data, pipe, data that fits, seq, expert, tensor], last fastest.
+    """Five-axis array of positions in domain order: [data, pipe, data in a domain, seq, expert, tensor], last fastest.
 
-    As many replicas as fill a domain stand side by side in it; whole replicas follow each other, so that with one
-    group a node stage s of replica r is on node r x pipe + s. Groups that may not leave a domain are innermost.
+    As many replicas as fill a domain share it; whole replicas follow each other, so that with one group a node stage s
+    of replica r is on node r x pipe + s. Groups that must stay inside a domain are innermost.
     """
     inner = ("seq", *(axis for axis in reversed(TIGHT) if axis not in bound), *reversed(bound))
     block = math.prod(sizes[axis] for axis in inner)
@@ -189,8 +189,8 @@ def _domains_touched(domain: np.ndarray, axes: tuple[Axis, ...]) -> int:
 def _refuse_cross_domain(topology: Topology, bound: tuple[Axis, ...], domains: list[list[Any]]) -> None:
     if not bound or _domains_touched(topology.domain, bound) == 1:
         return
-    torn = cross_domain_groups(topology.domain, bound)
-    place, members = torn[0]
+    groups = cross_domain_groups(topology.domain, bound)
+    coordinate, members = groups[0]
     flat, sizes, size = topology.devices.ravel(), topology.sizes, len(domains[0])
     group = " x ".join(f"{axis} {sizes[axis]}" for axis in bound)
     extent = math.prod(sizes[axis] for axis in bound)
@@ -198,18 +198,19 @@ def _refuse_cross_domain(topology: Topology, bound: tuple[Axis, ...], domains: l
         f"  domain {d} (process {_processes(domains[d])}): {len(where)} devices, ids {_ids(flat[where])}"
         for d, where in members.items()
     )
-    at = ", ".join(f"{axis} {i}" for axis, i in place.items())
+    at = ", ".join(f"{axis} {i}" for axis, i in coordinate.items())
     raise ConfigError(
-        f"the {group} group at ({at}) is torn {' + '.join(str(len(w)) for w in members.values())} over "
-        f"{len(members)} fast domains ({len(torn)} such groups; {len(domains)} domains of {size} devices):\n{parts}\n"
+        f"the {group} group at ({at}) spans {len(members)} fast domains, "
+        f"{' + '.join(str(len(w)) for w in members.values())} devices ({len(groups)} groups span domains; "
+        f"{len(domains)} domains of {size} devices):\n{parts}\n"
         f"choose sizes whose product ({extent}) divides the {size} devices of a domain"
-        f" ({' x '.join('mesh.' + axis for axis in bound)}), tell cluster.domain_size if more devices share fast "
+        f" ({' x '.join('mesh.' + axis for axis in bound)}), set cluster.domain_size if more devices share fast "
         f"links, or accept the cost with mesh.allow_cross_domain: [{', '.join(_would_help(sizes, size, bound))}]"
     )
 
 
 def _would_help(sizes: dict[Axis, int], domain_size: int, bound: tuple[Axis, ...]) -> list[str]:
-    """The fewest axes whose leave would make the rest fit, the expert axis first."""
+    """The fewest axes that must be allowed across domains so that the rest fits, the expert axis first."""
     for axis in ("expert", "tensor"):
         rest = [other for other in bound if other != axis]
         if axis in bound and domain_size % math.prod(sizes[other] for other in rest) == 0:
@@ -217,7 +218,7 @@ def _would_help(sizes: dict[Axis, int], domain_size: int, bound: tuple[Axis, ...
     return list(TIGHT)
 
 
-def _mend_sizes(sizes: dict[Axis, int], n_devices: int) -> str:
+def _fix_sizes(sizes: dict[Axis, int], n_devices: int) -> str:
     for axis in AXES:
         rest = math.prod(size for other, size in sizes.items() if other != axis)
         if n_devices % rest == 0:
@@ -226,7 +227,7 @@ def _mend_sizes(sizes: dict[Axis, int], n_devices: int) -> str:
 
 
 def _host(device: Any) -> int:
-    # Where the backend knows it: which processes share fast links, although a scheduler dealt ranks cyclically.
+    # Some backends report which processes share fast links, even where a scheduler assigned ranks cyclically.
     known = (getattr(device, name, None) for name in ("partition_index", "slice_index"))
     return next((index for index in known if index is not None), 0)
 

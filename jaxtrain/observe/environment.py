@@ -1,4 +1,4 @@
-"""What a run ran on: versions, devices, host, source commit, command line."""
+"""The environment of a run: versions, devices, host, source commit, command line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def environment(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def git_state(file: Path) -> dict[str, Any] | None:
     """Commit of the checkout that tracks `file` and whether it has changes; None without git or when untracked."""
-    # An installed package may lie inside some other repository: only the one that tracks the file counts.
+    # An installed package may be inside another repository: only the one that tracks the file counts.
     if _git(file.parent, "ls-files", "--error-unmatch", file.name) is None:
         return None
     commit = _git(file.parent, "rev-parse", "HEAD")

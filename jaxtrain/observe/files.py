@@ -1,4 +1,4 @@
-"""metrics.jsonl as a file: one JSON object an update, readable after any kill."""
+"""metrics.jsonl as a file: one JSON object a step, readable after any kill."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(run_dir: Path, step: int) -> int | None:
-    """Keep the rows of updates up to `step`, dropping an unfinished last line, atomically; the last step kept."""
+    """Keep the rows of steps up to `step`, drop an unfinished last line, atomically; returns the last step."""
     path = run_dir / METRICS
-    kept = [(row["step"], line) for row, line in _lines(path) if row["step"] <= step]
+    rows = [(row["step"], line) for row, line in _lines(path) if row["step"] <= step]
     if path.exists():
-        write_atomic(path, b"".join(line for _, line in kept))
-    return kept[-1][0] if kept else None
+        write_atomic(path, b"".join(line for _, line in rows))
+    return rows[-1][0] if rows else None
 
 
 def to_json(row: Mapping[str, Any]) -> str:
     """One line of valid JSON; numbers that are not finite become null, their names are listed under "nonfinite"."""
-    values = {name: _plain(value) for name, value in row.items()}
+    values = {name: _python_number(value) for name, value in row.items()}
     bad = [name for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)]
     if bad:
         values |= dict.fromkeys(bad) | {"nonfinite": bad}
@@ -61,11 +61,11 @@ def _lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
             int(row["step"])
         except (ValueError, TypeError, KeyError):
             raise ConfigError(
-                f"{path} line {number} is not a JSON object with a step: mend or remove that line"
+                f"{path} line {number} is not a JSON object with a step: fix or remove that line"
             ) from None
         yield row, line
 
 
-def _plain(value: Any) -> Any:
+def _python_number(value: Any) -> Any:
     """Scalars of numpy and jax as Python numbers."""
     return value.item() if hasattr(value, "item") else value

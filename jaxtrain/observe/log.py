@@ -1,4 +1,4 @@
-"""Where an update's numbers go: metrics.jsonl, TensorBoard, Weights & Biases, the terminal.
+"""Sinks of a step's metrics: metrics.jsonl, TensorBoard, Weights & Biases, the terminal.
 
 metrics.jsonl is the record that a resumed run continues; the others are views of it.
 """
@@ -21,14 +21,14 @@ from jaxtrain.observe.files import METRICS, read_metrics, to_json, truncate_metr
 
 MetricsRow = dict[str, Any]
 
-PLAIN_EVERY_S = 5.0
+LINE_EVERY_S = 5.0
 
 
 class Sink(Protocol):
-    """A place that takes rows, told the last step that stays valid when it opens."""
+    """Receives rows; opened with the last step that stays valid."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Take one update's row."""
+        """Write the row of one step."""
 
     def close(self) -> None:
         """Flush and release."""
@@ -55,16 +55,16 @@ class Log:
         self._sinks: list[Sink] | None = None
 
     def resume_at(self, step: int) -> None:
-        """Forget everything after update `step` (0 for a run from the start), then open the sinks."""
+        """Discard everything after `step` (0 for a run from the start), then open the sinks."""
         if not self.primary:
             return
         self.close()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         last = truncate_metrics(self.run_dir, step)
         if step > 0 and last != step:
-            found = "no rows" if last is None else f"rows up to update {last}"
+            found = "no rows" if last is None else f"rows up to step {last}"
             logging.getLogger("jaxtrain").warning(
-                "%s holds %s, the checkpoint is of update %d: the rows between are lost", METRICS, found, step
+                "%s holds %s, the checkpoint is of step %d: the rows between are lost", METRICS, found, step
             )
         self._sinks = [_Jsonl(self.run_dir / METRICS)]
         if self.observe.tensorboard:
@@ -74,7 +74,7 @@ class Log:
             self._sinks.append(_Wandb(self._wandb, project, self.run_dir, self._settings))
 
     def record(self, row: MetricsRow) -> None:
-        """Record one update: flat scalars and a "step"; evaluation results are part of their update's row."""
+        """Record one step: flat scalars and a "step"; evaluation results are part of their step's row."""
         if not self.primary:
             return
         if self._sinks is None:
@@ -92,15 +92,15 @@ class Log:
 
     @contextmanager
     def progress(self, total: int, done: int = 0) -> Iterator[Callable[[MetricsRow], None]]:
-        """Show the way to `total` updates; yields what is called with each row.
+        """Show progress towards `total` steps; yields a function to call with each row.
 
-        A bar on a terminal with observe.progress; else a plain line at the ends and every few seconds.
+        A bar on a terminal with observe.progress; else one line for the first and last step and every few seconds.
         """
         if not (self.observe.progress and self._console.is_terminal) or self._console.quiet:
-            yield self._plain_lines(total, done + 1)
+            yield self._print_lines(total, done + 1)
             return
         columns = (
-            TextColumn("[bold]update"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"),
+            TextColumn("[bold]step"), BarColumn(None), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"),
             TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(),
         )  # fmt: skip
         with Progress(*columns, console=self._console, expand=True) as bar:
@@ -113,21 +113,21 @@ class Log:
             sink.close()
         self._sinks = None
 
-    def _plain_lines(self, total: int, first: int) -> Callable[[MetricsRow], None]:
+    def _print_lines(self, total: int, first: int) -> Callable[[MetricsRow], None]:
         printed = 0.0
 
         def advance(row: MetricsRow) -> None:
             nonlocal printed
             now = time.monotonic()
-            if row["step"] in (first, total) or now - printed >= PLAIN_EVERY_S:
+            if row["step"] in (first, total) or now - printed >= LINE_EVERY_S:
                 printed = now
-                self.info(f"update {row['step']}/{total}  {describe(row)}")
+                self.info(f"step {row['step']}/{total}  {describe(row)}")
 
         return advance
 
 
 def describe(row: Mapping[str, Any], short: bool = False) -> str:
-    """Loss, learning rate and tokens/s of a row in words, those that it has."""
+    """Loss, learning rate and tokens/s of a row, as far as it has them."""
     words = [
         (f"loss {row['loss']:.4f}" if row.get("loss") is not None else ""),
         (f"lr {row['learning_rate']:.3g}" if row.get("learning_rate") is not None and not short else ""),
@@ -184,8 +184,8 @@ class _Wandb:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    plain = {name: value.item() if hasattr(value, "item") else value for name, value in row.items() if name != "step"}
-    return {name: float(value) for name, value in plain.items() if isinstance(value, bool | int | float)}
+    values = {name: value.item() if hasattr(value, "item") else value for name, value in row.items() if name != "step"}
+    return {name: float(value) for name, value in values.items() if isinstance(value, bool | int | float)}
 
 
 def _import_wandb(project: str) -> Any:

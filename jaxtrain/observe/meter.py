@@ -17,9 +17,9 @@ PERCENTILES = {"step_s_p50": 50, "step_s_p90": 90, "step_s_p99": 99}
 
 
 class Meter:
-    """Takes one reading an update; MFU is None where the device's peak is unknown (a CPU).
+    """Takes one reading a step; MFU is None where the device's peak is unknown (a CPU).
 
-    `length` is a row's positions, `devices` all devices of the job, `compute` the dtype that matmuls compute in.
+    `length` is the tokens of a sequence, `devices` all devices of the job, `compute` the dtype that matmuls compute in.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Meter:
         self._readings: list[tuple[int, float, float]] = []
 
     def record(self, tokens: int, seconds: float, wait: float, compiled: bool = False) -> Measures:
-        """One update: scored tokens of the whole global batch, its wall seconds, seconds that data was waited for.
+        """One step: scored tokens of the global batch, its wall seconds, seconds spent waiting for data.
 
-        `compiled` marks an update that also compiled or warmed up: it has a row, the summary leaves it out.
+        `compiled` marks a step that also compiled or warmed up: it has a row, the summary leaves it out.
         """
         assert tokens >= 0 and seconds > 0 and wait >= 0, f"reading of {tokens} tokens, {seconds} s, {wait} s waiting"
         if not compiled:

@@ -1,11 +1,11 @@
-"""Batch arithmetic: global batch = microbatch x replicas x accumulation, and which rows a process feeds.
+"""Batch arithmetic: global batch = microbatch x replicas x accumulation, and which sequences a process feeds.
 
-Row g of the global batch (the order in which the stream yields rows) is row g // A of microbatch g mod A.
-The map does not mention processes or devices, so every layout computes the same microbatches from the same rows,
-and any block of the batch dimension that a process holds is one contiguous run of rows.
+Sequence g of the global batch (the order in which the stream yields them) is sequence g // A of microbatch g mod A.
+The map does not depend on processes or devices, so every layout computes the same microbatches from the same sequences,
+and any block of the batch dimension that a process holds is one contiguous range of sequences.
 
-Where devices share rows, the tokens of a row are stored in zig-zag order (ops/zigzag.py): they are moved here, on the
-host, and nowhere else. What the model computes of a token follows from its segment and position, not from its index.
+Where devices share sequences, the tokens of a sequence are stored in zig-zag order (ops/zigzag.py): they are reordered
+here, on the host, and nowhere else. The model reads a token's segment and position, never its index.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from jaxtrain.ops.zigzag import padded_length, row_order
 
 @dataclass(frozen=True)
 class BatchShape:
-    """How one global batch is cut: rows, replicas, microbatches an update.
+    """How one global batch is split: sequences, replicas, microbatches a step.
 
-    `sequence_devices` share each row, whose stored length `length_multiple` divides too.
+    `sequence_devices` share each sequence, whose stored length is also a multiple of `length_multiple`.
     """
 
     global_batch: int
@@ -38,27 +38,27 @@ class BatchShape:
 
     @property
     def sequences(self) -> int:
-        """Rows of one microbatch over all replicas."""
+        """Sequences of one microbatch over all replicas."""
         return self.global_batch // self.accumulation
 
     @property
     def microbatch(self) -> int:
-        """Rows that one replica computes at once."""
+        """Sequences that one replica computes at once."""
         return self.sequences // self.replicas
 
     def stored(self, length: int) -> int:
-        """Tokens of a row of `length` as devices hold it, padding that lets them share it counted."""
+        """Tokens of a sequence of `length` as devices store it, with the padding that makes it divisible."""
         return padded_length(length, self.sequence_devices, self.length_multiple)
 
     def show_stored(self, length: int) -> str:
-        """How many tokens of a row of `length` each device holds, and what padding that takes."""
+        """How many tokens of a sequence of `length` each device holds, and the padding, as text."""
         stored = self.stored(length)
-        shares = f"{stored // self.sequence_devices} tokens of each row a device"
+        shares = f"{stored // self.sequence_devices} tokens of each sequence a device"
         if stored == length:
             return shares
         return (
-            f"{shares}; {length} tokens do not divide and are padded to {stored}: {stored - length} a row, "
-            f"{(stored - length) * self.global_batch:,} an update, not scored"
+            f"{shares}; {length} tokens do not divide and are padded to {stored}: {stored - length} a sequence, "
+            f"{(stored - length) * self.global_batch:,} a step, not scored"
         )
 
 
@@ -91,14 +91,14 @@ def split_batch(
 
 
 def batch_sharding(shape: BatchShape, layout: Layout, mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Sharding of a [A, B, L] batch array: microbatches whole, rows over the batch axes, deferred ones outermost."""
+    """Sharding of a [A, B, L] batch array: microbatches whole, sequences over the batch axes, deferred first."""
     outer = layout.deferred_axes
     rows = (*outer, *(axis for axis in layout.batch_axes if axis not in outer))
     return NamedSharding(mesh, jax.sharding.PartitionSpec(None, rows or None, layout.sequence_axes or None))
 
 
 def owned_rows(shape: BatchShape, sharding: NamedSharding, length: int) -> tuple[int, int]:
-    """The run [lo, hi) of the global batch's rows that this process' devices hold."""
+    """The range [lo, hi) of the global batch's sequences that the devices of this process hold."""
     dims = (shape.accumulation, shape.sequences, shape.stored(length))
     indices = sharding.addressable_devices_indices_map(dims).values()
     blocks = [index[1].indices(shape.sequences) for index in indices if index is not None]
@@ -108,7 +108,7 @@ def owned_rows(shape: BatchShape, sharding: NamedSharding, length: int) -> tuple
 def shard_batch(
     rows: dict[str, np.ndarray], first: int, shape: BatchShape, sharding: NamedSharding
 ) -> dict[str, jax.Array]:
-    """Host rows [n, L] that start at global row `first` -> global arrays [A, B, stored L]."""
+    """Host sequences [n, L] that start at global index `first` -> global arrays [A, B, stored L]."""
 
     def array(name: str) -> jax.Array:
         field = _stored(rows[name], shape, IGNORE if name == "labels" else 0)
@@ -125,7 +125,7 @@ def shard_batch(
 
 
 def _stored(field: np.ndarray, shape: BatchShape, padding: int) -> np.ndarray:
-    """Rows [n, L] as devices hold them: padded at the end, in zig-zag order."""
+    """Sequences [n, L] as devices store them: padded at the end, in zig-zag order."""
     if shape.sequence_devices == 1:
         return field
     length = shape.stored(field.shape[1])

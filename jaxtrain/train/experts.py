@@ -1,4 +1,4 @@
-"""What the step does for mixtures of experts: the exact load of a global batch, the correction bias, the metrics.
+"""Mixtures of experts in the train step: loads of a global batch, the correction bias, metrics, crossing traffic.
 
 N mixture layers, X experts, P devices of an expert group.
 """
@@ -59,10 +59,10 @@ def _changed(tree: Tree, path: tuple[str, ...], step: jax.Array) -> Tree:
 
 
 def expert_metrics(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Metrics of one update from the sums of its layers; {} for a model without mixtures.
+    """Metrics of one step from the sums of its layers; {} for a model without mixtures.
 
     imbalance: load of the busiest expert over the mean, of the worst layer. balance_loss and router_z_loss are sums
-    over layers before their weights. expert_load [N, X]; expert_traffic [P, P]: rows sent over all layers, one way.
+    over layers before their weights. expert_load [N, X]; expert_traffic [P, P]: tokens sent over all layers, one way.
     """
     if "load" not in sums:
         return {}
@@ -80,27 +80,27 @@ def expert_metrics(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def crossing_pairs(topology: Topology, rules: Rules) -> np.ndarray:
-    """Share of the groups that hold the experts in which two members lie in different fast domains, float [P, P]."""
+    """Share of the groups that hold the experts in which two members are in different fast domains, float [P, P]."""
     order = [AXES.index(axis) for axis in rules.axes("experts") if topology.sizes[axis] > 1]
     groups = np.moveaxis(topology.domain, order, range(len(order)))
     members = groups.reshape(int(np.prod(groups.shape[: len(order)], dtype=int)), -1)
     return np.mean(members[:, None] != members[None], axis=-1)
 
 
-def traffic_metrics(traffic_PP: list[list[float]], row_bytes: int, crossing_PP: np.ndarray) -> dict[str, float]:
-    """Bytes that expert layers sent in an update, there and back, forward and backward, and the share that crosses."""
-    rows_PP = np.asarray(traffic_PP)
-    total = float(rows_PP.sum())
-    share = float((rows_PP * crossing_PP).sum()) / total if total else 0.0
-    return {"expert_bytes": 4 * total * row_bytes, "expert_crossing_share": share}
+def traffic_metrics(traffic_PP: list[list[float]], token_bytes: int, crossing_PP: np.ndarray) -> dict[str, float]:
+    """Bytes that expert layers sent in a step (both ways, forward and backward), and the share that crosses domains."""
+    tokens_PP = np.asarray(traffic_PP)
+    total = float(tokens_PP.sum())
+    share = float((tokens_PP * crossing_PP).sum()) / total if total else 0.0
+    return {"expert_bytes": 4 * total * token_bytes, "expert_crossing_share": share}
 
 
 @dataclass(frozen=True)
-class Border:
-    """Rows that a token of a mixture layer sends to experts in other fast domains, on average over an even router.
+class CrossDomainTokens:
+    """Copies of a token that a mixture layer sends to experts in other fast domains, on average over an even router.
 
-    sent: as it is done, a row a choice. once, once_limited: if a token were sent once a domain, without and with the
-    router's limit to groups of experts.
+    sent: as implemented, one copy a choice. once, once_limited: if a token were sent once a domain, without and with
+    the router's limit to groups of experts.
     """
 
     sent: float
@@ -108,23 +108,23 @@ class Border:
     once_limited: float
 
 
-def border(model: ModelConfig, crossing_PP: np.ndarray) -> Border | None:
-    """What crosses where an expert group leaves its domain; None where it stays inside one."""
+def cross_domain_tokens(model: ModelConfig, crossing_PP: np.ndarray) -> CrossDomainTokens | None:
+    """What crosses domains where an expert group spans several; None where it stays inside one."""
     moe, inside = model.moe, 1.0 - float(crossing_PP.mean())
     if not moe.experts or inside > 1 - 1e-9:
         return None
     domains = round(1 / inside)
 
-    def others(groups: int, kept: int) -> float:
-        """Mean number of other domains with a chosen expert: the limit's groups are cut evenly over the domains."""
+    def others(groups: int, chosen: int) -> float:
+        """Mean number of other domains with a chosen expert: the groups are spread evenly over the domains."""
         size, own = moe.experts // groups, groups // domains
         none = sum(
-            comb(own, i) * comb(groups - own, kept - i) / comb(groups, kept)
-            * comb((kept - i) * size, moe.top_k) / comb(kept * size, moe.top_k)
-            for i in range(min(own, kept) + 1)
+            comb(own, i) * comb(groups - own, chosen - i) / comb(groups, chosen)
+            * comb((chosen - i) * size, moe.top_k) / comb(chosen * size, moe.top_k)
+            for i in range(min(own, chosen) + 1)
         )  # fmt: skip
         return (domains - 1) * (1 - none)
 
     once = others(moe.experts, moe.experts)
     limited = once if moe.groups == moe.top_groups or moe.groups % domains else others(moe.groups, moe.top_groups)
-    return Border(moe.top_k * (1 - inside), once, limited)
+    return CrossDomainTokens(moe.top_k * (1 - inside), once, limited)

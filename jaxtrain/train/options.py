@@ -27,8 +27,8 @@ LEVELS = {"optimization_level": ["O0", "O1", "O2", "O3"], "memory_fitting_level"
 def compiler_options(options: Mapping[str, OptionValue], mesh: Mesh) -> dict[str, OptionValue]:
     """The options of a run with what its devices need.
 
-    Several CPU devices of one process share threads: collectives that do not wait for one another must run in one
-    order everywhere, or they wait for ever.
+    Several CPU devices of one process share threads: independent collectives must run in the same
+    order on every device, or they deadlock.
     """
     several = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
     return {**({"xla_cpu_enable_concurrency_optimized_scheduler": False} if several else {}), **options}

@@ -35,6 +35,7 @@ from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import Schedule
 from jaxtrain.train.batch import BatchShape, batch_sharding, split_batch
 from jaxtrain.train.experts import check_experts, crossing_pairs
+from jaxtrain.train.losses import check_losses
 from jaxtrain.train.notes import pipeline_notes
 from jaxtrain.train.options import check_options
 from jaxtrain.train.state import TrainState, abstract_state, init_state
@@ -167,6 +168,7 @@ def resolve(config: RunConfig, topology: Topology) -> Resolved:
     build_optimizer(config.optimizer, canonical.params)
     check_remat(config.remat, config.model)
     check_experts(config.model)
+    check_losses(config)
     check_options(config.xla)
     attention = _attention(config, topology, layout, (config.data.seq_len, *(phase.seq_len for phase in phases)))
     return Resolved(config, topology, model, rules, layout, shapes[0], phases, shapes[1:], schedule, attention, notes)

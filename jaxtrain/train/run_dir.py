@@ -1,4 +1,4 @@
-"""The run directory: what a run was, written before its first update and checked on every rerun."""
+"""The run directory: a run's configuration and environment, written at its start, checked on every rerun."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxtrain.observe.files import write_atomic
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.state import state_bytes_per_device
 
-# Settings that a resumed run may change: where and how it computes, what it shows, how long it goes on; and how
-# positions turn, which is stretched before longer rows come.
-FREE = ("mesh.", "cluster.", "rules.", "remat.", "pipeline.", "observe.", "checkpoint.", "eval.", "train.steps",
+# Settings that a resumed run may change: where and how it computes, what it shows, its number of steps; and RoPE
+# scaling, which changes between phases with longer sequences.
+CHANGEABLE = ("mesh.", "cluster.", "rules.", "remat.", "pipeline.", "observe.", "checkpoint.", "eval.", "train.steps",
         "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "data.allow_changed",
         "precision.max_skipped", "attention.", "model.rope.")  # fmt: skip
-# ... and what it may change besides when it is told to go on with another corpus.
-FREE_CORPUS = ("data.sources", "data.on_bad_record")
+# ... and what it may also change under data.allow_changed.
+CHANGEABLE_WITH_CORPUS = ("data.sources", "data.on_bad_record")
 
 
 def write_run(directory: Path, config: RunConfig, sharding: dict[str, Any], environment: dict[str, Any]) -> None:
@@ -34,7 +34,7 @@ def write_run(directory: Path, config: RunConfig, sharding: dict[str, Any], envi
 def checkpoint_meta(
     config: RunConfig, sizes: dict[Axis, int], corpus: Corpus, step: int, updates: int, tokens: int, skipped: int
 ) -> dict[str, Any]:
-    """What a checkpoint says beside its state: where the run stands, and what it must find again to go on."""
+    """The record beside a checkpoint's state: the run's position, and what must be the same when it resumes."""
     return {
         "step": step,
         "updates": updates,
@@ -66,7 +66,7 @@ def check_same_run(directory: Path, config: RunConfig) -> list[str]:
     except ConfigError as error:
         raise ConfigError(f"{error}\n{path} cannot be read: restore it, or start another --run") from None
     rows = diff_configs(old, to_tree(config))
-    free = FREE + (FREE_CORPUS if config.data.allow_changed else ())
+    free = CHANGEABLE + (CHANGEABLE_WITH_CORPUS if config.data.allow_changed else ())
     fixed = [row for row in rows if not row[0].startswith(free)]
     if fixed:
         table = "\n".join(f"  {key}: {a!r} there, {b!r} now" for key, a, b in fixed)

@@ -1,9 +1,9 @@
-"""The train state: one pure tree, born in its shards.
+"""The train state: one pure tree, initialised in its shards.
 
-params     float32 master weights
+params     float32 master parameters
 opt        the optimizer's state
 scaler     loss scale and skip counters
-steps      applied optimizer updates, int32
+steps      applied optimizer steps, int32
 tokens     scored tokens trained so far, an exact two-word counter
 """
 
@@ -28,12 +28,12 @@ TrainState = dict[str, Any]
 def new_state(
     model: Model, optimizer: optax.GradientTransformation, precision: PrecisionConfig, key: jax.Array
 ) -> TrainState:
-    """A state before the first update; traced inside jit so that each leaf is born in its shards."""
+    """The state before the first step; traced inside jit so that each leaf is created in its shards."""
     return state_of(model.init(key), optimizer, precision)
 
 
 def state_of(params: Any, optimizer: optax.GradientTransformation, precision: PrecisionConfig) -> TrainState:
-    """A state before the first update, of given weights."""
+    """The state before the first step, of given weights."""
     return {
         "params": params,
         "opt": optimizer.init(params),
@@ -46,7 +46,7 @@ def state_of(params: Any, optimizer: optax.GradientTransformation, precision: Pr
 def abstract_state(
     model: Model, optimizer: optax.GradientTransformation, precision: PrecisionConfig, layout: Layout, mesh: Mesh
 ) -> TrainState:
-    """Shapes, dtypes and shardings of the state; no memory is touched."""
+    """Shapes, dtypes and shardings of the state; nothing is allocated."""
     shapes = jax.eval_shape(lambda key: new_state(model, optimizer, precision, key), jax.random.key(0))
     specs = jax.tree.map(lambda _: PartitionSpec(), shapes)
     specs["params"] = layout.master_params
@@ -75,7 +75,7 @@ def init_state(
 def state_from_params(
     params: Any, optimizer: optax.GradientTransformation, precision: PrecisionConfig, abstract: TrainState
 ) -> TrainState:
-    """The state before the first update of weights that are in their shards already; they are not copied."""
+    """The state before the first step of weights that are sharded already; they are not copied."""
     shardings = {name: jax.tree.map(lambda leaf: leaf.sharding, part) for name, part in abstract.items()}
 
     def rest(params: Any) -> TrainState:
@@ -86,7 +86,7 @@ def state_from_params(
 
 
 def state_bytes_per_device(abstract: TrainState) -> dict[str, int]:
-    """Bytes a device of each part of the state, the exact shard shapes counted."""
+    """Bytes that one device holds of each part of the state."""
 
     def local(leaf: jax.ShapeDtypeStruct) -> int:
         shape = leaf.sharding.shard_shape(leaf.shape)  # type: ignore[union-attr]

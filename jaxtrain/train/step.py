@@ -1,12 +1,12 @@
 """The train step: one pure function (state, batch) -> (state, metrics), the same source on 1 and on 1,024 devices.
 
-Legend: A microbatches, B rows, L length, R deferred replicas.
+Legend: A microbatches, B sequences, L length, R deferred replicas.
 
-Gradients over the *deferred* axes (batch axes that shard no weight) are kept apart, one a replica, by vmapping the
-microbatch over those axes; their sum after the last microbatch is the only reduction of an update, an all-reduce
-or, where the gradient is sharded, a reduce-scatter. Axes that shard weights (ZeRO-3) reduce inside the microbatch.
+Over the *deferred* axes (batch axes that shard no weight) each replica accumulates its own gradient: the microbatch is
+vmapped over those axes. Their sum after the last microbatch is the only reduction of a step, an all-reduce or, where
+the gradient is sharded, a reduce-scatter. Axes that shard weights (ZeRO-3) reduce inside the microbatch.
 The loss is the sum over scored tokens divided by their number in the whole global batch, known before the first
-microbatch, so that no mean of means can arise and float16 cotangents keep a per-token size.
+microbatch: there is no mean of means, and float16 cotangents have the size of one token's share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_add, counter_float
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.attention import use_attention
-from jaxtrain.ops.loss import IGNORE, loss_sums
+from jaxtrain.ops.loss import IGNORE
 from jaxtrain.optim import clip_scale, global_norm, learning_rate
 from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Pipeline
@@ -42,6 +42,7 @@ from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
 from jaxtrain.pipeline.staged import StagedModel
 from jaxtrain.pipeline.table import PipelineShape
 from jaxtrain.train.experts import balanced, expert_metrics, needs_loads
+from jaxtrain.train.losses import LOSSES, HeadInputs, metric_sums
 from jaxtrain.train.options import compiler_options
 from jaxtrain.train.state import TrainState
 
@@ -49,13 +50,13 @@ Batch = dict[str, jax.Array]
 Sums = dict[str, jax.Array]
 Tree = Any
 
-MTP = "further"
-"""Among the sums of a head: what the blocks that predict further tokens report, each a row a depth."""
+MTP = "mtp"
+"""Key among the sums of a head: what the blocks of multi-token prediction report, stacked over depths."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """Everything that the step closes over; `update` and `evaluate` are pure and ready for jit."""
+    """What the step closes over; `train_step` and `evaluate` are pure functions, ready for jit."""
 
     config: RunConfig
     model: Model
@@ -70,9 +71,9 @@ class Step:
         return Precision(self.config.precision)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One optimizer update from a [A, B, L] batch; scalars of the update as metrics.
+        """One optimizer step from a [A, B, L] batch; returns the new state and the step's metrics.
 
-        An update with a non-finite gradient or without any scored token changes nothing but the scaler's counters.
+        A step with a non-finite gradient or without any scored token changes nothing but the scaler's counters.
         """
         config, params, scaler = self.config, state["params"], state["scaler"]
         scored = jnp.sum(batch["labels"] != IGNORE, dtype=jnp.int32)
@@ -109,6 +110,7 @@ class Step:
             "applied": apply,
             "skipped_in_a_row": new_state["scaler"]["skipped"],
             **expert_metrics(sums),
+            **{name: sums[f"metric/{name}"] / jnp.maximum(scored, 1) for name in config.train.metrics},
         }
         if "mtp_loss" in sums:
             metrics["mtp_loss"] = jnp.mean(sums["mtp_loss"] / jnp.maximum(sums["mtp_scored"], 1))
@@ -120,7 +122,7 @@ class Step:
         return sums["loss"], sums["scored"]
 
     def totals(self, batch: Batch) -> Tree:
-        """What is known of a global batch before its first microbatch: the divisors of every mean."""
+        """Counts over a global batch, known before its first microbatch: the divisors of every mean."""
         real = batch["segments"] > 0
         counts = {"scored": batch["labels"] != IGNORE, "tokens": real, "rows": jnp.any(real, axis=-1)}
         totals = {name: jnp.maximum(jnp.sum(each, dtype=jnp.int32), 1) for name, each in counts.items()}
@@ -133,8 +135,8 @@ class Step:
     def gradients(self, params: Tree, batch: Batch, scale: jax.Array | float) -> tuple[Tree, Sums]:
         """float32 gradients of scale x (mean loss + auxiliary losses), in the gradients' sharding, and sums.
 
-        params: float32 masters; batch fields: [A, B, L]. The sums run over the global batch: "loss", "scored" and what
-        layers report.
+        params: float32 master parameters; batch fields: [A, B, L]. The sums are over the global batch: "loss", "scored"
+        and what layers report.
         """
         weights, totals = self._weights(params), self.totals(batch)
         if self.counts_first(batch["tokens"].shape[0]):
@@ -150,7 +152,7 @@ class Step:
         return self._pin(gradients, self.layout.gradients), sums
 
     def _accumulated(self, weights: Tree, batch: Batch, totals: Tree, scale: jax.Array | float) -> tuple[Tree, Sums]:
-        """Sums over microbatches of gradients and sums, each replica for itself."""
+        """Gradients and sums, summed over microbatches; each replica for itself."""
 
         def scaled(weights: Tree, rows: Batch) -> tuple[jax.Array, Sums]:
             with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
@@ -174,14 +176,14 @@ class Step:
     def _pipelined(
         self, model: StagedModel, weights: Tree, batch: Batch, totals: Tree, scale: jax.Array | float
     ) -> tuple[Tree, Sums]:
-        """As `_accumulated`, the microbatches flowing through the stages of the pipe axis."""
+        """Like `_accumulated`, with microbatches that flow through the stages of the pipe axis."""
         schedule = make_schedule(self.config.pipeline.schedule, self._shape(model, batch))
 
         def replica(weights: Tree, batch: Batch) -> tuple[Tree, Sums]:
             with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
                 head = partial(self._head, totals=totals, scale=scale)
                 gradients, sums = self._pipeline(model, weights, batch, totals).gradients(schedule, head, scale)
-            return gradients, _joined(sums)
+            return gradients, _join_mtp(sums)
 
         if self.replicas > 1:
             replica = jax.vmap(replica, in_axes=(None, 1), spmd_axis_name=self.layout.deferred_axes)
@@ -198,20 +200,20 @@ class Step:
         return PipelineShape(stages, chunks, batch["tokens"].shape[0])
 
     def counts_first(self, accumulation: int) -> bool:
-        """Whether an update has a forward pass before its first microbatch, which counts the loads of experts.
+        """Whether a step has a forward pass before its first microbatch, which counts the loads of experts.
 
         A balancing loss over the global batch multiplies each microbatch's share by the load of all of them.
         """
         return needs_loads(self.config.model) and (accumulation > 1 or bool(self.layout.deferred_axes))
 
     def _forward(self, weights: Tree, batch: Batch, totals: Tree, *names: str) -> Sums:
-        """Some of the sums over a [A, B, L] batch, without gradients; further tokens only where loads are wanted."""
+        """The sums `names` over a [A, B, L] batch, without gradients; MTP blocks run only where loads are asked for."""
         with_mtp = "load" in names
         if isinstance(self.model, StagedModel):
             head = partial(self._head, totals=totals, scale=1.0, with_mtp=with_mtp)
             with use_rules(self.rules, self.mesh), use_attention(self.config):
                 pipeline = self._pipeline(self.model, weights, batch, totals)
-                sums = _joined(pipeline.forward(forward_schedule(self._shape(self.model, batch)), head))
+                sums = _join_mtp(pipeline.forward(forward_schedule(self._shape(self.model, batch)), head))
             return {name: sums[name] for name in names}
 
         def body(_: None, rows: Batch) -> tuple[None, Sums]:
@@ -229,7 +231,7 @@ class Step:
             weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat, totals
         )
         objective, sums = self._score(weights, x_BLD, rows, totals, scale, with_mtp)
-        return objective + scale * jnp.sum(stats.get("objective", 0.0)), _joined(sums | stats)
+        return objective + scale * jnp.sum(stats.get("objective", 0.0)), _join_mtp(sums | stats)
 
     def _head(
         self,
@@ -240,37 +242,37 @@ class Step:
         scale: jax.Array | float,
         with_mtp: bool = True,
     ) -> tuple[jax.Array, Tree]:
-        """`_score` of the residual stream as the last layer leaves it."""
+        """`_score` of the residual stream after the last layer."""
         return self._score(weights, self.model.leave(weights, x_BLD), rows, totals, scale, with_mtp)
 
     def _score(
         self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Tree, scale: jax.Array | float, with_mtp: bool
     ) -> tuple[jax.Array, Tree]:
-        """A microbatch's share of scale x mean loss, that of `further` tokens included, and its sums.
+        """A microbatch's share of scale x mean loss, multi-token prediction included, and its sums.
 
-        What the further blocks report stands apart, under FURTHER.
+        The stats of the MTP blocks are under the key MTP.
         """
-        softcap, z_weight = self.config.model.logit_softcap, self.config.train.z_loss
-        head_DV, shards = self.model.head(weights), self._batch_shards
-        loss, sums = loss_sums(x_BLD, head_DV, rows["labels"], softcap, shards, z_weight)
-        # One factor: a float16 cotangent keeps the size of a token's share.
+        inputs = HeadInputs(self.config, x_BLD, self.model.head(weights), rows, self._batch_shards)
+        loss, sums = LOSSES[self.config.train.loss](inputs)
+        sums = sums | metric_sums(inputs)
+        # One factor: a float16 cotangent then has the size of one token's share.
         objective = loss * (scale / totals["scored"])
         if not (with_mtp and self.config.model.mtp):
             return objective, sums
-        # Their blocks belong to no stage: each stage runs them for itself.
+        # The MTP blocks belong to no stage: every stage runs them.
         with replicated_over("pipe"):
-            share, own, stats = self.model.mtp_loss(weights, x_BLD, rows, self.config.remat, totals, shards)
+            share, own, stats = self.model.mtp_loss(weights, x_BLD, rows, self.config.remat, totals, self._batch_shards)
         objective += scale * (share + jnp.sum(stats.get("objective", 0.0)))
         return objective, {**sums, **own, MTP: stats}
 
     @property
     def replicas(self) -> int:
-        """Devices of the deferred axes: each keeps a gradient of its own until the update's end."""
+        """Devices along the deferred axes: each accumulates its own gradient until the end of the step."""
         return math.prod(self.mesh.shape[axis] for axis in self.layout.deferred_axes)
 
     @cached_property
     def _summed(self) -> Tree:
-        """Specs of gradients before their reduction, a leading dim of replicas where there are several."""
+        """Specs of gradients before their reduction, with a leading dimension of replicas where there are several."""
         if self.replicas == 1:
             return self.layout.gradients
         return jax.tree.map(lambda s: PartitionSpec(self.layout.deferred_axes, *s), self.layout.weights)
@@ -296,7 +298,7 @@ class Step:
 
     def _reduce(self, gradient_R: jax.Array) -> jax.Array:
         dtype = self.precision.reduce
-        # jnp.sum would widen bfloat16 before the all-reduce: lax.reduce keeps the wire's dtype.
+        # jnp.sum would widen bfloat16 before the all-reduce: lax.reduce keeps the dtype that is sent.
         zero = jnp.zeros((), dtype)
         return lax.reduce(gradient_R.astype(dtype), zero, lax.add, (0,)).astype(jnp.float32)
 
@@ -306,8 +308,8 @@ class Step:
         )
 
 
-def _joined(sums: Tree) -> Sums:
-    """Sums in which the rows of the blocks that predict further tokens follow those of the layers."""
+def _join_mtp(sums: Tree) -> Sums:
+    """Sums in which the stats of the MTP blocks follow those of the layers."""
     with_mtp = sums.get(MTP, {})
     return {
         name: jnp.concatenate([value, with_mtp[name]]) if name in with_mtp else value
@@ -317,7 +319,7 @@ def _joined(sums: Tree) -> Sums:
 
 
 def _scan(body: Callable[..., Any], carry: Any, xs: Batch) -> Any:
-    # A loop of one iteration hides the microbatch from fusion and keeps a second gradient buffer alive.
+    # A loop of one iteration would prevent fusion and hold a second gradient buffer.
     if jax.tree.leaves(xs)[0].shape[0] == 1:
         carry, out = body(carry, jax.tree.map(lambda x: x[0], xs))
         return carry, jax.tree.map(lambda x: x[None], out)
@@ -325,18 +327,18 @@ def _scan(body: Callable[..., Any], carry: Any, xs: Batch) -> Any:
 
 
 def jit_evaluate(step: Step) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """`evaluate`, compiled at its first batch."""
+    """`Step.evaluate`, compiled at its first batch."""
     return jax.jit(step.evaluate, compiler_options=compiler_options({}, step.mesh) or None)
 
 
 def compile_step(step: Step, abstract: TrainState, batch: Batch) -> jax.stages.Compiled:
-    """Compile `update` once for these shapes and shardings, with the config's xla options; a mismatch is an error."""
+    """Compile `Step.train_step` for these shapes and shardings, with the xla options; a mismatch is an error."""
     options = compiler_options(step.config.xla, step.mesh)
     return lower_step(step, abstract, batch).compile(compiler_options=options or None)
 
 
 def lower_step(step: Step, abstract: TrainState, batch: Batch) -> jax.stages.Lowered:
-    """`update` traced and lowered for these shapes and shardings, the state donated."""
+    """`Step.train_step` traced and lowered for these shapes and shardings, the state donated."""
     replicated = NamedSharding(step.mesh, PartitionSpec())
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     jitted = jax.jit(step.train_step, donate_argnums=0, out_shardings=(shardings, replicated))

@@ -1,4 +1,4 @@
-"""What weights are used for, in training and after it: held-out loss, a sample, a finished run opened again."""
+"""Uses of weights during and after training: held-out loss, sampling, restoring a finished run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jaxtrain.data import Corpus, held_out_batches, prepare
 from jaxtrain.nn.generate import sample
 from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.resolve import Bound, bind
-from jaxtrain.train.step import Batch
+from jaxtrain.train.step import Batch, jit_evaluate
 
 Evaluate = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A run as its newest intact checkpoint left it."""
+    """A run restored from its newest intact checkpoint."""
 
     setup: Bound
     corpus: Corpus
@@ -32,12 +32,14 @@ class Opened:
 
 
 def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
-    """Restore a run's weights on the devices at hand, its settings changed by overrides such as mesh.data=-1.
+    """Restore a run's weights on this machine's devices; overrides such as mesh.data=-1 change its settings.
 
-    Raises ConfigError where the directory is no run, or has no intact checkpoint.
+    Raises ConfigError where the directory is not a run, or has no intact checkpoint.
     """
     if not (directory / "config.yaml").is_file():
-        raise ConfigError(f"{directory} is not a run (it has no config.yaml): name the --run directory of a training")
+        raise ConfigError(
+            f"{directory} is not a run (it has no config.yaml): name the --run directory of a training run"
+        )
     config = load_config(directory / "config.yaml", overrides, hints=False)
     setup, corpus = bind(config), prepare(config)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
@@ -62,7 +64,7 @@ def held_out(setup: Bound, corpus: Corpus) -> list[Batch]:
             f"data.held_out {config.data.held_out} keeps no document for evaluation: raise it, bring more files, "
             "or set eval.every: null"
         )
-    # One document a row where training has it so: attention may count on it.
+    # One document a sequence where training has it so: the attention backend may rely on it.
     packing = "none" if config.data.packing == "none" else "first_fit"
     batches = held_out_batches(
         corpus.held_out, config.data.seq_len, config.train.global_batch, config.eval.batches, packing=packing
@@ -75,6 +77,34 @@ def mean_loss(evaluate: Evaluate, params: Any, batches: Sequence[Batch]) -> tupl
     parts = [evaluate(params, rows) for rows in batches]
     scored = sum(int(count) for _, count in parts)
     return sum(float(total) for total, _ in parts) / max(scored, 1), scored
+
+
+def evaluate(directory: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Held-out loss of a run's newest checkpoint: step, eval_loss (nats a scored token), scored_tokens.
+
+    Raises ConfigError like `open_run`, and where no document is held out.
+    """
+    opened = open_run(Path(directory), overrides)
+    loss, scored = mean_loss(jit_evaluate(opened.setup.step), opened.params, held_out(opened.setup, opened.corpus))
+    return {"step": opened.step, "eval_loss": loss, "scored_tokens": scored}
+
+
+def generate(
+    directory: Path,
+    prompt: str,
+    tokens: int = 96,
+    temperature: float = 0.7,
+    seed: int = 0,
+    overrides: Sequence[str] = (),
+) -> str:
+    """The prompt and up to `tokens` more, drawn with a run's newest checkpoint; temperature 0 is greedy.
+
+    Raises ConfigError like `open_run`, and for a prompt that fills data.seq_len.
+    """
+    if tokens < 1 or temperature < 0:
+        raise ConfigError(f"tokens {tokens} and temperature {temperature}: at least 1 token, temperature at least 0")
+    opened = open_run(Path(directory), overrides)
+    return continue_text(opened.setup, opened.corpus, opened.params, prompt, tokens, temperature, seed)
 
 
 def continue_text(

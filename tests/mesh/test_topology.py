@@ -90,14 +90,14 @@ def test_replicas_that_fit_share_a_domain_and_the_pipeline_crosses():
 
 
 def test_144_gpus_in_racks_of_72_hold_one_whole_instance_each():
-    """Requirements 6: in the scheduler's order an instance is torn 8 + 64, ordered by domain each rack holds one."""
+    """Requirements 6: in the scheduler's order an instance spans racks, 8 + 64; by domain each rack holds one."""
     devices = described_devices(RACKS, 144)
     # The scheduler begins with the last 8 GPUs of the first rack.
     handed = devices[64:72] + devices[72:136] + devices[136:] + devices[:64]
     mesh = MeshConfig(data=2, tensor=8, expert=9)
     as_handed = np.array([d.id // 72 for d in handed]).reshape(2, 1, 8, 1, 9)
-    torn = cross_domain_groups(as_handed)
-    assert [{rack: len(where) for rack, where in members.items()} for _, members in torn] == [
+    spanning = cross_domain_groups(as_handed)
+    assert [{rack: len(where) for rack, where in members.items()} for _, members in spanning] == [
         {0: 8, 1: 64},
         {0: 64, 1: 8},
     ]
@@ -109,31 +109,31 @@ def test_144_gpus_in_racks_of_72_hold_one_whole_instance_each():
     assert topology.crossings() == {"data": 2, "pipe": 1, "tensor": 1, "seq": 1, "expert": 1}
 
 
-def test_an_instance_larger_than_a_domain_is_refused_with_the_torn_group_and_the_mend():
+def test_an_instance_larger_than_a_domain_is_refused_with_the_group_and_the_fix():
     cluster = ClusterConfig(nodes=9, devices_per_node=64)
     with pytest.raises(ConfigError) as error:
         build_topology(MeshConfig(data=8, tensor=8, expert=9), cluster, described_devices(cluster))
     text = str(error.value)
-    assert "tensor 8 x expert 9 group at (data 0, pipe 0, seq 0) is torn 64 + 8" in text
+    assert "tensor 8 x expert 9 group at (data 0, pipe 0, seq 0) spans 2 fast domains, 64 + 8 devices" in text
     assert "domain 0 (process 0): 64 devices, ids 0-63" in text
     assert "domain 1 (process 1): 8 devices, ids 64-71" in text
     assert "9 domains of 64" in text
     assert "cluster.domain_size" in text and "mesh.allow_cross_domain: [expert]" in text
 
 
-def test_allow_torn_lets_experts_leave_but_keeps_tensor_groups_whole():
+def test_allow_cross_domain_lets_experts_leave_but_keeps_tensor_groups_whole():
     cluster = ClusterConfig(nodes=9, devices_per_node=64)
     mesh = MeshConfig(data=8, tensor=8, expert=9, allow_cross_domain=["expert"])
     topology = build_topology(mesh, cluster, described_devices(cluster))
     assert topology.crossings()["tensor"] == 1
     assert topology.crossings()["expert"] == 2
-    with pytest.raises(ConfigError, match=r"tensor 16 group .* torn 8 \+ 8"):
+    with pytest.raises(ConfigError, match=r"tensor 16 group .* spans 2 fast domains, 8 \+ 8"):
         build_topology(
             MeshConfig(tensor=16, expert=4, allow_cross_domain=["expert"]), NODES_8X8, described_devices(NODES_8X8)
         )
 
 
-def test_allow_torn_tensor_keeps_expert_groups_whole():
+def test_allow_cross_domain_tensor_keeps_expert_groups_whole():
     mesh = MeshConfig(tensor=16, expert=2, allow_cross_domain=["tensor"])
     topology = build_topology(mesh, NODES_8X8, described_devices(NODES_8X8))
     assert topology.crossings()["expert"] == 1 and topology.crossings()["tensor"] == 4
@@ -164,7 +164,7 @@ def test_uneven_domains_are_refused_by_name():
 
 def test_a_domain_that_cuts_through_processes_is_refused():
     devices = [DescribedDevice(id=i, process_index=i // 6) for i in range(24)]
-    with pytest.raises(ConfigError, match=r"cluster\.domain_size 8 cuts through a process: domain 0"):
+    with pytest.raises(ConfigError, match=r"cluster\.domain_size 8 splits a process: domain 0"):
         build_topology(MeshConfig(), ClusterConfig(domain_size=8), devices)
 
 
@@ -191,7 +191,7 @@ def test_any_mesh_is_whole_exactly_when_the_group_divides_a_domain(data):
     mesh = MeshConfig(**sizes)
     group = sizes["tensor"] * sizes["expert"]
     if domain % group:
-        with pytest.raises(ConfigError, match="torn"):
+        with pytest.raises(ConfigError, match="spans"):
             build_topology(mesh, cluster, handed)
         return
     topology = build_topology(mesh, cluster, handed)
@@ -213,7 +213,7 @@ def test_simulated_devices_of_one_process_are_one_domain():
     mesh = topology.mesh()
     assert mesh.axis_names == AXES and dict(mesh.shape) == topology.sizes
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
-    with pytest.raises(ConfigError, match=r"torn 4 \+ 4"):
+    with pytest.raises(ConfigError, match=r"spans 2 fast domains, 4 \+ 4"):
         build_topology(MeshConfig(data=1, tensor=8), ClusterConfig(domain_size=4))
 
 

@@ -48,7 +48,7 @@ def test_a_resumed_file_equals_an_unbroken_one(tmp_path, checkpoint, torn):
     assert [p.name for p in (tmp_path / "broken").iterdir()] == ["metrics.jsonl"]
 
 
-def test_the_first_update_resumes_by_itself(tmp_path):
+def test_the_first_step_resumes_by_itself(tmp_path):
     write(tmp_path, 0, 1, 10)
     log = Log(tmp_path, QUIET, primary=True)
     log.record(rows(5, 6)[0])
@@ -58,7 +58,7 @@ def test_the_first_update_resumes_by_itself(tmp_path):
 def test_lost_rows_are_said(tmp_path, caplog):
     write(tmp_path, 0, 1, 4)
     write(tmp_path, 7, 8, 9)
-    assert "rows up to update 3" in caplog.text and "update 7" in caplog.text
+    assert "rows up to step 3" in caplog.text and "step 7" in caplog.text
 
 
 def test_kill_9_loses_no_finished_line(tmp_path):
@@ -158,13 +158,13 @@ def test_wandb_that_is_not_installed_is_a_setting_to_mend(tmp_path, monkeypatch)
 
 
 def test_plain_lines_at_the_ends_and_every_few_seconds(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("jaxtrain.observe.log.PLAIN_EVERY_S", 1e9)
+    monkeypatch.setattr("jaxtrain.observe.log.LINE_EVERY_S", 1e9)
     log = Log(tmp_path, ObserveConfig(), primary=True)
     with log.progress(20, 10) as advance:
         for row in rows(11, 21):
             advance(row)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["update 11/20", "update 20/20"]
+    assert [line.split("  ")[0] for line in lines] == ["step 11/20", "step 20/20"]
     assert "loss 0.5000" in lines[1] and "lr 0.001" in lines[1] and "2,000 tok/s" in lines[1]
 
 
@@ -187,4 +187,4 @@ def test_progress_without_the_setting_is_plain_on_a_terminal(tmp_path):
     with log.progress(3) as advance:
         for row in rows(1, 4):
             advance(row)
-    assert screen.getvalue().startswith("update 1/3") and os.linesep in screen.getvalue()
+    assert screen.getvalue().startswith("step 1/3") and os.linesep in screen.getvalue()

@@ -17,7 +17,7 @@ from jaxtrain.data import IGNORE
 from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.train.batch import shard_batch
-from jaxtrain.train.experts import balanced, border
+from jaxtrain.train.experts import balanced, cross_domain_tokens
 from jaxtrain.train.resolve import bind
 from jaxtrain.train.step import compile_step
 
@@ -102,11 +102,11 @@ def test_experts_that_leave_a_domain_are_refused_unless_allowed() -> None:
 def test_rows_that_cross_by_hand() -> None:
     pairs = np.kron(1 - np.eye(2), np.ones((2, 2)))
     moe = {"experts": 8, "top_k": 2, "groups": 4, "top_groups": 1}
-    crossed = border(config_of(model={**MODEL, "moe": moe}).model, pairs)
+    crossed = cross_domain_tokens(config_of(model={**MODEL, "moe": moe}).model, pairs)
     assert crossed is not None
     # Of two choices half lie outside. The other domain has one of them, unless both of 4 of 8 lie inside: 6 of 28.
     assert crossed.sent == pytest.approx(1.0)
     assert crossed.once == pytest.approx(1 - 6 / 28)
     # A single group of two experts lies in the other domain half of the time.
     assert crossed.once_limited == pytest.approx(0.5)
-    assert border(config_of(model={**MODEL, "moe": moe}).model, np.zeros((4, 4))) is None
+    assert cross_domain_tokens(config_of(model={**MODEL, "moe": moe}).model, np.zeros((4, 4))) is None
