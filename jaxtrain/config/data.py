@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import shlex
+from typing import Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+import yaml
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from jaxtrain.config.section import Section
 
-SOURCE_KINDS = ("text", "jsonl", "parquet", "arrayrecord", "tokens", "hf")
+SOURCE_SUFFIXES: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "jsonl": tuple(f".{stem}{codec}" for stem in ("jsonl", "json", "ndjson") for codec in ("", ".gz", ".zst")),
+    "parquet": (".parquet",),
+    "arrayrecord": (".array_record", ".arrayrecord"),
+    "tokens": (".bin",),
+    "hf": (".arrow",),
+}
+"""Kind of source -> suffixes of its files; none is any."""
+SOURCE_KINDS = (*SOURCE_SUFFIXES, "registered")
+EXAMPLE_SOURCES = [{"text": "~/books", "include": ["*.txt"]}]
 
 
 class SourceConfig(Section):
-    """One corpus: exactly one of text, jsonl, parquet, arrayrecord, tokens, hf names it."""
+    """One corpus: exactly one of text, jsonl, parquet, arrayrecord, tokens, hf, registered names it."""
 
     text: str | None = None
     """Folder or file of UTF-8 text; every file is a document. 'stdlib' is Python's own source on this machine."""
@@ -26,6 +38,10 @@ class SourceConfig(Section):
     """File, folder or glob of token files: Megatron's .bin beside .idx, or flat .bin cut after the closing token."""
     hf: str | None = None
     """Folder that the Hugging Face datasets library saved (Arrow files)."""
+    registered: str | None = None
+    """Name of an iterable of documents that user code registered in jaxtrain.data.SOURCES."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of a registered source's factory."""
     include: list[str] = ["*"]
     """File-name globs read from a folder, recursively."""
     exclude: list[str] = []
@@ -56,7 +72,7 @@ class SourceConfig(Section):
 
     @property
     def path(self) -> str:
-        """The path, URL or glob that names this source."""
+        """The path, URL, glob or registered name of this source."""
         return str(getattr(self, self.kind))
 
     @model_validator(mode="after")
@@ -74,12 +90,29 @@ class SourceConfig(Section):
             raise ValueError(f"a source has {' and '.join(fields)}: a document is one of them, set only one")
         if fields and self.kind in ("text", "tokens"):
             raise ValueError(f"{fields[0]} means nothing for a source of {self.kind}: its documents have no fields")
+        if self.options and self.registered is None:
+            raise ValueError(f"options means nothing for a source of {self.kind}: it goes with registered")
         if bool(self.template) != (self.messages_field is not None):
             raise ValueError(
                 "messages_field and template of a source go together: set messages_field to the field of the chat and "
                 "template to a mapping such as {user: ['User: ', '\\n'], assistant: ['Assistant: ', '\\n']}"
             )
         return self
+
+
+def source_syntax(sources: list[dict[str, Any]]) -> str:
+    """How to write these sources, in a configuration file and on the command line."""
+    text = yaml.safe_dump(sources, default_flow_style=True, sort_keys=False, width=10**6).strip()
+    quoted = shlex.quote(text) if set(text) & set('"$`\\!') else f'"{text}"'
+    return f"Write data.sources: {text} in the configuration, or --data.sources {quoted}"
+
+
+def _guess_source(path: Any) -> dict[str, Any]:
+    """The mapping for a bare path, by its suffix; an example where there is no path."""
+    if not isinstance(path, str) or not path:
+        return EXAMPLE_SOURCES[0]
+    kinds = (kind for kind, suffixes in SOURCE_SUFFIXES.items() if suffixes and path.endswith(suffixes))
+    return {next(kinds, "text"): path}
 
 
 class TokenizerConfig(Section):
@@ -105,8 +138,8 @@ class PhaseConfig(Section):
 class DataConfig(Section):
     """Corpus to batches."""
 
-    sources: list[SourceConfig] = Field([SourceConfig(text="stdlib", include=["*.py"])], min_length=1)
-    """What to read."""
+    sources: list[SourceConfig] = []
+    """What to read; whatever reads data needs at least one source."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """Tokenizer."""
     seq_len: PositiveInt = 256
@@ -139,6 +172,17 @@ class DataConfig(Section):
         """Every sequence length of a run and the setting that names it."""
         phases = [(f"data.schedule[{i}].seq_len", phase.seq_len) for i, phase in enumerate(self.schedule)]
         return [("data.seq_len", self.seq_len), *((name, seq_len) for name, seq_len in phases if seq_len)]
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _mappings(cls, value: Any) -> Any:
+        items = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and not any(isinstance(item, str) for item in items):
+            return value
+        fixed = [item if isinstance(item, dict) else _guess_source(item) for item in items]
+        raise ValueError(
+            f"data.sources is {value!r}: it must be a list of mappings, one a source. {source_syntax(fixed)}"
+        )
 
     @model_validator(mode="after")
     def _schedule_rises(self) -> DataConfig:

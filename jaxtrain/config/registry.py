@@ -37,7 +37,7 @@ class Registry[T]:
         if name not in self._values:
             raise ConfigError(
                 f"{self.setting} is {name!r}, which is not registered{nearest(name, self._values)}; "
-                f"known: {', '.join(self._values)}"
+                f"known: {', '.join(self._values) or 'none'}"
             )
         return self._values[name]
 

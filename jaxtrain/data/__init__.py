@@ -3,6 +3,8 @@
 from jaxtrain.data.corpus import Corpus, Documents, prepare
 from jaxtrain.data.packing import FIELDS, HostBatch, fill_rate
 from jaxtrain.data.phases import Phase, phase_at, phases_of
+from jaxtrain.data.readers import TokenIds, Turn
+from jaxtrain.data.registered import SOURCES, DocumentSource
 from jaxtrain.data.stream import (
     Batches,
     Stream,
@@ -18,13 +20,17 @@ from jaxtrain.numerics.labels import IGNORE
 __all__ = [
     "FIELDS",
     "IGNORE",
+    "SOURCES",
     "Batches",
     "Corpus",
+    "DocumentSource",
     "Documents",
     "HostBatch",
     "Phase",
     "Stream",
     "TextTokenizer",
+    "TokenIds",
+    "Turn",
     "fill_rate",
     "held_out_batches",
     "open_stream",

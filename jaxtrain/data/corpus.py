@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxtrain.config import ConfigError, DataConfig, RunConfig
+from jaxtrain.config.data import EXAMPLE_SOURCES, source_syntax
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.documents import DocumentNames, Documents, Flat, join
 from jaxtrain.data.files import fingerprint
@@ -131,7 +132,9 @@ def cache_of(data: DataConfig) -> Path:
 
 
 def list_sources(data: DataConfig, cache: Path) -> list[Listing]:
-    """The files of every source; raises ConfigError as `list_source` does."""
+    """The files of every source; raises ConfigError as `list_source` does, and where data.sources is not set."""
+    if not data.sources:
+        raise ConfigError(f"data.sources is not set, there is nothing to read. {source_syntax(EXAMPLE_SOURCES)}")
     return [
         list_source(source, f"data.sources[{index}]", cache, data.on_bad_record)
         for index, source in enumerate(data.sources)
@@ -227,7 +230,7 @@ def _tokenize(
     offsets, locations = array("q", [0]), array("q")
     numbers = {file.name: number for number, file in enumerate(listing.files)}
     masked = False
-    task = progress.add_task(f"tokenizing {listing.where}", total=listing.bytes)
+    task = progress.add_task(f"tokenizing {listing.where}", total=listing.bytes or None)
     records = listing.records(listing.spans(), data.on_bad_record, tally, cache)
     with (folder / "tokens.bin").open("wb") as file, (folder / "scored.bin").open("wb") as mask:
         for record, ids, scored in encode_records(records, tokenizer, listing.where, data.on_bad_record, tally):

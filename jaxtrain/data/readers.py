@@ -1,6 +1,6 @@
 """Files -> records: each kind of source is one entry of KINDS.
 
-A kind names its files' suffixes, cuts a file into spans that can be read independently, and reads a span as records.
+A kind cuts a file into spans that can be read independently, and reads a span as records.
 What cannot be read is a `BadRecord`; the caller decides between an error and a count.
 """
 
@@ -27,7 +27,6 @@ from jaxtrain.data.tokenfiles import read_sidecar
 # Roles of the model in published chats.
 SCORED_ROLES = frozenset({"assistant", "model", "gpt"})
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-JSON_SUFFIXES = tuple(f".{stem}{codec}" for stem in ("jsonl", "json", "ndjson") for codec in ("", *CODECS))
 RECORDS_PER_READ = 1024
 
 
@@ -89,12 +88,11 @@ Item = Record | BadRecord
 class Kind:
     """How one kind of source is read."""
 
-    suffixes: tuple[str, ...]
     split: Callable[[File, int], Iterator[FileSpan]]
     read: Callable[[FileSpan, SourceConfig, Path], Iterator[Item]]
 
 
-class _UnfitError(ValueError):
+class UnfitError(ValueError):
     """A value that is no document; the reader adds its line, row or record."""
 
 
@@ -113,7 +111,7 @@ def read_text(span: FileSpan, source: SourceConfig | None = None, cache: Path | 
         text = decode(data)
     except OSError as error:
         yield BadRecord(span.file, f"{span.file.url} cannot be read ({unreadable(error)})")
-    except _UnfitError as error:
+    except UnfitError as error:
         yield BadRecord(span.file, f"{span.file.url} is {error}")
     else:
         if text.strip():
@@ -123,11 +121,11 @@ def read_text(span: FileSpan, source: SourceConfig | None = None, cache: Path | 
 def decode(data: bytes) -> str:
     """UTF-8 text; raises ValueError for zero bytes and for bytes that are not UTF-8."""
     if (at := data.find(0)) >= 0:
-        raise _UnfitError(f"binary, not text (a zero byte at offset {at})")
+        raise UnfitError(f"binary, not text (a zero byte at offset {at})")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise _UnfitError(f"not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start})") from None
+        raise UnfitError(f"not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start})") from None
 
 
 def split_lines(file: File, size: int) -> Iterator[FileSpan]:
@@ -174,24 +172,24 @@ def _json_record(file: File, number: int, line: bytes, source: SourceConfig, whe
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
-            raise _UnfitError(f"not JSON ({error.msg} at column {error.colno})") from None
+            raise UnfitError(f"not JSON ({error.msg} at column {error.colno})") from None
         except (RecursionError, ValueError) as error:
-            raise _UnfitError(f"not JSON ({unreadable(error)})") from None
+            raise UnfitError(f"not JSON ({unreadable(error)})") from None
         return Record(file, number, content_of(value, source))
-    except _UnfitError as error:
+    except UnfitError as error:
         return BadRecord(file, f"{file.url}, {where}: {error}")
 
 
 def content_of(value: Any, source: SourceConfig) -> Content:
     """The document in one record: text, token ids, prompt and response, or a chat; raises ValueError when unfit."""
     if not isinstance(value, Mapping):
-        raise _UnfitError(f"a {type(value).__name__}, not an object with fields")
+        raise UnfitError(f"a {type(value).__name__}, not an object with fields")
     if source.messages_field:
         return _chat(_field(value, source.messages_field), source)
     if source.prompt_field and source.response_field:
         prompt, response = (_text(_field(value, name), name) for name in (source.prompt_field, source.response_field))
         if not response:
-            raise _UnfitError(f"the field {source.response_field!r} is empty: there is nothing to score")
+            raise UnfitError(f"the field {source.response_field!r} is empty: there is nothing to score")
         return Turn(prompt, False), Turn(response, True)
     name = source.field or "text"
     found = _field(value, name)
@@ -202,7 +200,7 @@ def content_of(value: Any, source: SourceConfig) -> Content:
 
 def _field(value: Mapping[str, Any], name: str) -> Any:
     if name not in value:
-        raise _UnfitError(
+        raise UnfitError(
             f"there is no field {name!r}{nearest(name, value)}; it has {', '.join(map(str, value)) or 'none'}: "
             "set field of the source"
         )
@@ -211,12 +209,17 @@ def _field(value: Mapping[str, Any], name: str) -> Any:
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise _UnfitError(f"the field {name!r} is {_short(value)}, not text")
+        raise UnfitError(f"the field {name!r} is {_short(value)}, not text")
+    return check_text(value, f"the field {name!r}")
+
+
+def check_text(text: str, what: str) -> str:
+    """The text; raises UnfitError when it cannot be encoded as UTF-8."""
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError as error:
-        raise _UnfitError(f"the field {name!r} has a lone surrogate at character {error.start}, no text") from None
-    return value
+        raise UnfitError(f"{what} has a lone surrogate at character {error.start}, no text") from None
+    return text
 
 
 def token_ids(value: Any, name: str) -> TokenIds:
@@ -226,20 +229,20 @@ def token_ids(value: Any, name: str) -> TokenIds:
     except ValueError:
         ids = None
     if ids is None or ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-        raise _UnfitError(f"the field {name!r} is {_short(value)}, neither text nor a list of token ids")
+        raise UnfitError(f"the field {name!r} is {_short(value)}, neither text nor a list of token ids")
     return TokenIds(ids)
 
 
 def _chat(messages: Any, source: SourceConfig) -> tuple[Turn, ...]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not len(messages):
-        raise _UnfitError(f"the field {source.messages_field!r} is {_short(messages)}, not a list of messages")
+        raise UnfitError(f"the field {source.messages_field!r} is {_short(messages)}, not a list of messages")
     turns: list[Turn] = []
     for message in messages:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise _UnfitError(f"a message is {_short(message)}, not an object with role and content")
+            raise UnfitError(f"a message is {_short(message)}, not an object with role and content")
         role, content = message["role"], _text(message["content"], "content")
         if not isinstance(role, str) or role not in source.template:
-            raise _UnfitError(
+            raise UnfitError(
                 f"the role {role!r} is not in the source's template{nearest(str(role), source.template)}, "
                 f"which has {', '.join(source.template)}: add it there"
             )
@@ -340,9 +343,9 @@ def _rows(file: File, first: int, batch: pa.RecordBatch, source: SourceConfig) -
     for number, row in enumerate(rows, first):
         try:
             if isinstance(row, UnicodeDecodeError):
-                raise _UnfitError(f"not UTF-8 (byte 0x{row.object[row.start]:02x} at offset {row.start})")
+                raise UnfitError(f"not UTF-8 (byte 0x{row.object[row.start]:02x} at offset {row.start})")
             yield Record(file, number, content_of(row, source))
-        except _UnfitError as error:
+        except UnfitError as error:
             yield BadRecord(file, f"{file.url}, row {number}: {error}")
 
 
@@ -406,7 +409,7 @@ def read_arrayrecord(span: FileSpan, source: SourceConfig, cache: Path) -> Itera
                 continue
             try:
                 yield Record(span.file, number, ids_of(data, dtype, masked) if dtype else decode(data))
-            except _UnfitError as error:
+            except UnfitError as error:
                 yield BadRecord(span.file, f"{span.file.url}, record {number}: {error}")
 
 
@@ -415,7 +418,7 @@ def ids_of(data: bytes, dtype: str, masked: bool) -> TokenIds:
     width = np.dtype(dtype).newbyteorder("<")
     count, rest = divmod(len(data), width.itemsize + masked)
     if rest:
-        raise _UnfitError(f"{len(data)} bytes, no whole number of {dtype} token ids")
+        raise UnfitError(f"{len(data)} bytes, no whole number of {dtype} token ids")
     scored = np.frombuffer(data, np.bool_, offset=count * width.itemsize) if masked else None
     return TokenIds(np.frombuffer(data, width, count), scored)
 
@@ -432,9 +435,9 @@ def _array_record(path: Path) -> ArrayRecordReader:
 
 
 KINDS: dict[str, Kind] = {
-    "text": Kind((), whole, read_text),
-    "jsonl": Kind(JSON_SUFFIXES, split_lines, read_jsonl),
-    "parquet": Kind((".parquet",), split_row_groups, read_parquet),
-    "arrayrecord": Kind((".array_record", ".arrayrecord"), split_records, read_arrayrecord),
-    "hf": Kind((".arrow",), split_batches, read_arrow),
+    "text": Kind(whole, read_text),
+    "jsonl": Kind(split_lines, read_jsonl),
+    "parquet": Kind(split_row_groups, read_parquet),
+    "arrayrecord": Kind(split_records, read_arrayrecord),
+    "hf": Kind(split_batches, read_arrow),
 }

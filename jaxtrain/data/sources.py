@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.config import ConfigError, SourceConfig
+from jaxtrain.config.data import SOURCE_SUFFIXES
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import File, digest_of, fingerprint, list_files, stat, unreadable
 from jaxtrain.data.readers import KINDS, BadRecord, Content, FileSpan, Item, Record, read_text, whole
+from jaxtrain.data.registered import REGISTERED, registered_file
 
+READERS = {**KINDS, "registered": REGISTERED}
 LISTING_FORMAT = "listing-1"
-TOKEN_SUFFIXES = (".bin",)
 # A file written this recently may be written again without its time moving.
 UNSETTLED_S = 2.0
 REASONS = 20
@@ -71,7 +73,7 @@ class Listing:
 
     def spans(self, size: int | None = None) -> Iterator[FileSpan]:
         """The files, whole (None) or cut into spans of about `size` bytes."""
-        split = KINDS[self.source.kind].split if self.source.kind in KINDS else whole
+        split = READERS[self.source.kind].split if self.source.kind in READERS else whole
         for file in self.files:
             yield from split(file, size or max(file.size, 1))
 
@@ -84,13 +86,15 @@ class Listing:
 
     def _records(self, spans: Iterable[FileSpan], on_bad: str, tally: Tally, cache: Path) -> Iterator[Record]:
         for span in spans:
-            for item in KINDS[self.source.kind].read(span, self.source, cache):
+            for item in READERS[self.source.kind].read(span, self.source, cache):
                 if isinstance(item, BadRecord):
                     refuse_or_count(item, self.where, on_bad, tally)
                 elif not _size(item.content):
                     tally.empty += 1
                 else:
                     yield item
+            if self.source.registered is not None:
+                continue
             now = stat(span.file.url, span.file.name)
             if now is None or (now.size, now.stamp) != (span.file.size, span.file.stamp):
                 raise ConfigError(
@@ -114,8 +118,9 @@ def list_source(source: SourceConfig, where: str, cache: Path, on_bad: str = "fa
     Files whose sizes and times are those of an earlier listing are not read again.
     Raises ConfigError naming setting, file and fix: path missing, nothing to read, binary or undecodable file.
     """
-    suffixes = TOKEN_SUFFIXES if source.kind == "tokens" else KINDS[source.kind].suffixes
-    files = list_files(source, where, suffixes)
+    if source.registered is not None:
+        return Listing(where, source, (registered_file(source, where),), Tally())
+    files = list_files(source, where, SOURCE_SUFFIXES[source.kind])
     if source.kind == "hf":
         files = _dataset_files(source, where, files)
     if source.kind == "tokens":
@@ -172,6 +177,8 @@ def training_texts(
     """
     total = sum(listing.bytes for listing in listings)
     scale = limit / max(total, 1)
+    # The size of a registered source is not known before it is read.
+    unsized = limit / max(len(listings), 1)
     parts = [(listing, _sample(listing, share, listing.bytes * scale)) for listing in listings]
     key = fingerprint([
         *(file.digest for _, files in parts for file in files),
@@ -181,14 +188,17 @@ def training_texts(
     def texts() -> Iterator[str]:
         for listing, files in parts:
             for file in files:
-                yield from _texts(listing, file, share, on_bad, cache, file.size * scale)
+                budget = unsized if listing.source.registered is not None else file.size * scale
+                yield from _texts(listing, file, share, on_bad, cache, budget)
 
     return key, texts
 
 
 def _settings(source: SourceConfig) -> str:
     """Every setting of a source that changes what is read from its files."""
-    elsewhere = {"weight", "epochs", "include", "exclude", source.kind}
+    elsewhere = {"weight", "epochs", "include", "exclude", "registered", source.kind}
+    if not source.options:
+        elsewhere.add("options")
     return source.kind + json.dumps(source.model_dump(mode="json", exclude=elsewhere), sort_keys=True)
 
 
@@ -211,7 +221,7 @@ def _sample(listing: Listing, share: float, budget: float) -> list[File]:
 
 
 def _texts(listing: Listing, file: File, share: float, on_bad: str, cache: Path, budget: float) -> Iterator[str]:
-    spans = KINDS[listing.source.kind].split(file, max(file.size, 1))
+    spans = READERS[listing.source.kind].split(file, max(file.size, 1))
     for record in listing.records(spans, on_bad, Tally(), cache):
         if is_record_held_out(file.name, record.index, share):
             continue

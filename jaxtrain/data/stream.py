@@ -18,7 +18,7 @@ from itertools import islice
 import grain
 import numpy as np
 
-from jaxtrain.config import ConfigError, DataConfig, RunConfig
+from jaxtrain.config import ConfigError, DataConfig, RunConfig, SourceConfig
 from jaxtrain.data.corpus import Documents
 from jaxtrain.data.mixing import Mixture
 from jaxtrain.data.packing import HostBatch, PackedSequences, PieceSpan, StreamPosition, fill
@@ -83,12 +83,14 @@ class Batches(grain.IterDataset[HostBatch]):
     def __iter__(self) -> Stream:
         documents, config, shards, prefetch = self._source
         data, phases = config.data, phases_of(config.data, config.train)
+        # Documents that a script brings itself need no data.sources: they are one source.
+        sources = data.sources or [SourceConfig(text="")]
         return Stream(
             documents,
             phases=phases,
             virtual_shards=resolve_virtual_shards(data, *(phase.global_batch for phase in phases)),
-            weights=[source.weight for source in data.sources],
-            epochs=[source.epochs for source in data.sources],
+            weights=[source.weight for source in sources],
+            epochs=[source.epochs for source in sources],
             packing=data.packing,
             overlong=data.overlong,
             packing_bins=data.packing_bins,

@@ -121,6 +121,9 @@ def tokenize(
 
 def _is_masked(listing: Listing) -> bool:
     source = listing.source
+    # Whether a registered source gives flags is not known before it is read.
+    if source.registered is not None:
+        return True
     return bool(source.prompt_field or source.messages_field) or any(s.scored for _, s in sidecars_of(listing))
 
 
@@ -186,9 +189,12 @@ def _write_whole(path: Path, text: str) -> None:
 def _run(job: _Job, units: Sequence[_Unit], workers: int) -> Iterator[int]:
     """Write the units' shards, in this process or several; yields bytes of input as units are done."""
     workers = min(workers, len(units))
-    if workers <= 1:
-        for unit in units:
-            yield _shard(job, unit)
+    # Sources that were registered in this process do not exist in others.
+    here = [unit for unit in units if workers <= 1 or unit.listing.source.registered is not None]
+    elsewhere = [unit for unit in units if workers > 1 and unit.listing.source.registered is None]
+    for unit in here:
+        yield _shard(job, unit)
+    if not elsewhere:
         return
     # A forked child of a process that has used the tokenizer's threads would wait for them forever.
     context = multiprocessing.get_context("spawn")
@@ -196,7 +202,7 @@ def _run(job: _Job, units: Sequence[_Unit], workers: int) -> Iterator[int]:
         _threads(max(1, (os.cpu_count() or 1) // workers)),
         ProcessPoolExecutor(workers, context, initializer=_follow_parent) as pool,
     ):
-        waiting: set[Future[int]] = {pool.submit(_shard, job, unit) for unit in units}
+        waiting: set[Future[int]] = {pool.submit(_shard, job, unit) for unit in elsewhere}
         try:
             while waiting:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)

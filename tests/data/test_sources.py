@@ -15,7 +15,8 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.config import ConfigError, RunConfig, validate
+from jaxtrain.cli import main
+from jaxtrain.config import ConfigError, RunConfig, load_config, validate
 from jaxtrain.data import Corpus, prepare
 from jaxtrain.data import sources as sources_module
 from jaxtrain.data.readers import KINDS
@@ -312,6 +313,40 @@ def test_folders_of_the_datasets_library(tmp_path):
 def test_sources_that_contradict_themselves(source, message):
     with pytest.raises(ConfigError, match=message):
         validate({"data": {"sources": [source]}})
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        ("~/books", '[{text: ~/books}] in the configuration, or --data.sources "[{text: ~/books}]"'),
+        ("books/*.jsonl.gz", "[{jsonl: books/*.jsonl.gz}]"),
+        ("tokens.bin", "[{tokens: tokens.bin}]"),
+        (["a.parquet", {"text": "b"}], "[{parquet: a.parquet}, {text: b}]"),
+        ({"hf": "folder"}, "[{hf: folder}]"),
+        (None, "[{text: ~/books, include: ['*.txt']}]"),
+        ("$HOME/a", "--data.sources '[{text: $HOME/a}]'"),
+    ],
+)
+def test_a_bare_path_gets_the_mapping_to_write(value, fix):
+    with pytest.raises(ConfigError, match=r"data.sources is .*: it must be a list of mappings") as error:
+        validate({"data": {"sources": value}})
+    assert fix in str(error.value)
+
+
+def test_without_sources_what_reads_data_is_refused_and_the_rest_works(tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(f"data: {{cache: {tmp_path / 'cache'}}}\n")
+    name, out = str(tmp_path / "run.yaml"), str(tmp_path / "out")
+    for command in (["train", name, "--run", out], ["data", name], ["tokenize", name, "--out", out]):
+        assert main(command) == 2
+        message = " ".join(capsys.readouterr().err.split())
+        assert "data.sources is not set" in message and "--data.sources" in message and "[{text: ~/books" in message
+        assert not (tmp_path / "out").exists() and not (tmp_path / "cache").exists()
+    assert main(["inspect", name]) == 0
+    assert (
+        load_config("tiny").data.sources
+        == load_config("moe_tiny").data.sources
+        != load_config("llama3_8b").data.sources
+    )
 
 
 def test_mixed_sources_are_joined_and_numbered(tmp_path):
