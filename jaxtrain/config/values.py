@@ -65,7 +65,7 @@ def parse_override(text: str, annotation: Any) -> Any:
     """The value of an override: YAML for a list or a mapping; verbatim text, quotes included, for a text setting."""
     if not _holds_container(annotation):
         # The empty text is no null here: on a command line null is written out.
-        return Plain(text if str in _branches(annotation) else text.strip()) if text else ""
+        return Plain(text if str in union_branches(annotation) else text.strip()) if text else ""
     try:
         return parse_yaml(text) if text else ""
     except yaml.YAMLError:
@@ -74,19 +74,19 @@ def parse_override(text: str, annotation: Any) -> Any:
 
 def read_value(value: Any, annotation: Any) -> Any:
     """`value` as the type of its setting asks; what does not fit the type is left for pydantic to report."""
-    branches = _branches(annotation)
+    branches = union_branches(annotation)
     if isinstance(value, bool):
         # pydantic would read true as the number 1.
         return value if bool in branches or not {int, float} & set(branches) else str(value).lower()
     if isinstance(value, Plain):
-        return _read_scalar(value, branches)
+        return _read_scalar(value, [type(None), bool, int, float, str] if Any in branches else branches)
     for branch in branches:
-        arguments = get_args(branch)
-        if isinstance(value, list) and get_origin(branch) is list:
+        arguments = get_args(branch) or (Any, Any)
+        if isinstance(value, list) and (branch is Any or get_origin(branch) is list):
             return [read_value(item, arguments[0]) for item in value]
         if isinstance(value, list) and get_origin(branch) is tuple and len(value) == len(arguments):
             return [read_value(item, each) for item, each in zip(value, arguments, strict=True)]
-        if isinstance(value, Mapping) and get_origin(branch) is dict:
+        if isinstance(value, Mapping) and (branch is Any or get_origin(branch) is dict):
             return {str(key): read_value(item, arguments[1]) for key, item in value.items()}
     return value
 
@@ -128,17 +128,18 @@ def read_number(text: str) -> int | float | None:
     return number if math.isfinite(number) else None
 
 
-def _branches(annotation: Any) -> list[Any]:
+def union_branches(annotation: Any) -> list[Any]:
     """The types of a union, aliases and Annotated resolved; the type itself where it is none."""
     if get_origin(annotation) is Annotated:
-        return _branches(get_args(annotation)[0])
+        return union_branches(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return [branch for each in get_args(annotation) for branch in _branches(each)]
+        return [branch for each in get_args(annotation) for branch in union_branches(each)]
     return [annotation]
 
 
 def _holds_container(annotation: Any) -> bool:
-    return any(
-        get_origin(branch) in (list, dict, tuple) or (isinstance(branch, type) and issubclass(branch, BaseModel))
-        for branch in _branches(annotation)
-    )
+    for branch in union_branches(annotation):
+        is_section = isinstance(branch, type) and issubclass(branch, BaseModel)
+        if is_section or branch is Any or get_origin(branch) in (list, dict, tuple):
+            return True
+    return False

@@ -1,0 +1,52 @@
+"""`jaxtrain train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic.dataclasses import dataclass
+
+from jaxtrain.cli.output import print_json
+from jaxtrain.cli.verb import VERB, Config, Verb
+from jaxtrain.config import load_config
+
+
+@dataclass(frozen=True, config=VERB)
+class Train(Verb):
+    """Train a run to its last step. The same command again resumes it."""
+
+    config: Config
+    """YAML file, or the name of a shipped configuration."""
+    run: Path | None = None
+    """Run directory; default runs/CONFIG."""
+    coordinator: str | None = None
+    """HOST:PORT on which process 0 listens; with --processes and --process-id, this process joins the job by hand."""
+    processes: int | None = None
+    """Processes of the job."""
+    process_id: int | None = None
+    """Rank of this process, from 0."""
+    json: bool = False
+    """Print the summary as one JSON object on stdout."""
+
+    example: ClassVar[str] = "jaxtrain train tiny --run runs/short --train.steps 40"
+
+    def process(self) -> tuple[str | None, int | None, int | None]:
+        """Arguments of `launch.distributed.join`."""
+        return self.coordinator, self.processes, self.process_id
+
+    def __call__(self, overrides: Sequence[str]) -> int:
+        """Train, print the summary."""
+        from jaxtrain.train.loop import train
+
+        config = load_config(self.config, overrides)
+        result = train(config, self.run or default_run(self.config), quiet=self.json)
+        if self.json:
+            print_json(result)
+        return 0
+
+
+def default_run(config: str) -> Path:
+    """The run directory of a configuration that names none."""
+    return Path("runs") / Path(config).stem
