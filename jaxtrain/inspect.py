@@ -18,34 +18,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from rich.console import Console
-from rich.table import Column, Table
 
-from jaxtrain.config import AXES, Axis, ConfigError, RunConfig, diff_configs, load_config, nearest, replace, to_tree
+from jaxtrain.config import AXES, ConfigError, RunConfig, diff_configs, load_config, nearest, replace, to_tree
 from jaxtrain.mesh.layout import PARTS, Layout, bytes_per_device, flatten_paths, local_shape
-from jaxtrain.mesh.param import Param, show_axes, spec_axes
-from jaxtrain.mesh.picture import draw_devices, figure_of, node_size, place_labels
+from jaxtrain.mesh.param import Param, spec_axes
 from jaxtrain.mesh.resolution import Reason
-from jaxtrain.mesh.rules import NO_RULE
-from jaxtrain.mesh.topology import Topology, build_topology
+from jaxtrain.mesh.rules import resolve_rules
+from jaxtrain.mesh.topology import Topology, build_topology, node_size
 from jaxtrain.nn.decoder import mixture_layers
+from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.optim import build_optimizer
+from jaxtrain.pipeline.schedule import Schedule, ScheduleTimeline, classic_orders, timeline
+from jaxtrain.pipeline.split import StageSplit, split_stages
+from jaxtrain.pipeline.table import Costs
 from jaxtrain.program.cards import describe_machine
+from jaxtrain.report.mesh import plot_mesh
+from jaxtrain.report.schedule import print_schedule, schedule_svg
+from jaxtrain.report.sharding import plot_shards, plot_shards_before_after, print_difference, print_inspection
+from jaxtrain.report.tables import format_bytes
+from jaxtrain.train.batch import BatchShape
 from jaxtrain.train.experts import cross_domain_tokens, crossing_pairs
 from jaxtrain.train.resolve import resolve
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-FLOW: dict[Axis, str] = {
-    "data": "gradients, and weights under FSDP",
-    "pipe": "activations at stage borders",
-    "tensor": "activations, several times a block",
-    "seq": "keys and values, every block",
-    "expert": "tokens, every expert block",
-}
-NODES_SHOWN = 16
 
 
 def inspect(config: RunConfig, devices: int | None = None, cluster: str | None = None) -> Inspection:
@@ -146,6 +143,28 @@ class Inspection:
             for node, places in sorted(where.items())
         ]
 
+    @cached_property
+    def expert_traffic(self) -> list[str]:
+        """What an expert group that spans domains sends between them, with and without group-limited routing."""
+        model, sizes, rules = self.config.model, self.topology.sizes, self.layout.rules
+        crossed = cross_domain_tokens(model, crossing_pairs(self.topology, rules))
+        if crossed is None:
+            return []
+        sharing = {"pipe", *(axis for name in ("batch", "seq_len", "experts") for axis in rules.axes(name))}
+        tokens = self.config.train.global_batch * self.config.data.seq_len / math.prod(sizes[axis] for axis in sharing)
+        token_bytes = model.d_model * Precision(self.config.precision).compute.itemsize
+        # There and back, forward and backward.
+        scale = 4 * token_bytes * sum(mixture_layers(model).values()) * tokens
+        limited = f"{model.moe.top_groups} of {model.moe.groups} groups"
+        sent, once, once_limited = (
+            format_bytes(int(share * scale)) for share in (crossed.sent, crossed.once, crossed.once_limited)
+        )
+        return [
+            f"expert groups span domains: {crossed.sent:.2f} of the {model.moe.top_k} copies of a token go to another "
+            f"domain, {sent} a device and step, with or without groups (one copy for each choice)",
+            f"one copy for each domain would be {once} without group-limited routing and {once_limited} with {limited}",
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """Plain values: parameters, totals (bytes a device), mesh, crossings, notes."""
         layout = self.layout
@@ -166,12 +185,7 @@ class Inspection:
 
     def print(self, console: Console | None = None) -> None:
         """Print the tables."""
-        console = console or Console()
-        for table in (_mesh_table(self), _crossing_table(self), _parameter_table(self), _total_table([self.totals])):
-            console.print(table)
-        console.print(_reduction_line(self.layout))
-        for note in (*self.notes, *_border_lines(self)):
-            console.print(f"note: {note}", markup=False)
+        print_inspection(self, console or Console())
 
     def diff(self, *others: str | Inspection) -> Difference:
         """What changes under `section.key=value` overrides, or between this and another Inspection."""
@@ -182,7 +196,7 @@ class Inspection:
 
     def shards(self, path: str) -> dict[int, tuple[tuple[int, int], ...]]:
         """Device id -> (start, stop) in each dimension of the shard of a parameter's weights that it holds."""
-        param, spec = self._find(path)
+        param, spec = self.find(path)
         sizes, dims = self.topology.sizes, spec_axes(spec, len(param.shape))
         out = {}
         for place, device in np.ndenumerate(self.topology.devices):
@@ -199,31 +213,18 @@ class Inspection:
 
     def plot_mesh(self) -> Figure:
         """Devices on their nodes, coloured by (data, pipe) coordinate and labelled with their place in the mesh."""
-        colours = {
-            int(device.id): place[0] * self.topology.sizes["pipe"] + place[1]
-            for place, device in np.ndenumerate(self.topology.devices)
-        }
-        figure, (axes,) = figure_of(self.topology, 1)
-        draw_devices(axes, self.topology, colours, place_labels(self.topology))
-        axes.set_title("Devices on their nodes; one colour per (data, pipe) coordinate")
-        return figure
+        return plot_mesh(self.topology)
 
     def plot_parameter(self, path: str) -> Figure:
         """One parameter's shards: devices of one colour hold the same shard, the label is its place in the tensor."""
-        figure, (axes,) = figure_of(self.topology, 1)
-        _draw_shards(axes, self, path)
-        return figure
+        return plot_shards(self, path)
 
     def plot_before_after(self, path: str, *overrides: str) -> Figure:
         """One parameter's shards now and under `section.key=value` overrides, side by side."""
-        difference = self.diff(*overrides)
-        figure, panels = figure_of(self.topology, 2)
-        for axes, one, when in zip(panels, (self, difference.after), ("before", " ".join(overrides)), strict=True):
-            _draw_shards(axes, one, path)
-            axes.set_title(f"{when}\n{axes.get_title()}", fontsize=9)
-        return figure
+        return plot_shards_before_after(self.diff(*overrides), path, " ".join(overrides))
 
-    def _find(self, path: str) -> tuple[Param, PartitionSpec]:
+    def find(self, path: str) -> tuple[Param, PartitionSpec]:
+        """A parameter and the spec of its weights; ConfigError for an unknown path."""
         params = flatten_paths(self.params)
         if path not in params:
             raise ConfigError(f"no parameter {path!r}{nearest(path, params)}; parameters: {', '.join(params)}")
@@ -263,139 +264,110 @@ class Difference:
 
     def print(self, console: Console | None = None) -> None:
         """Print what changes."""
-        console = console or Console()
-        for key, old, new in self.settings:
-            shown = ["null" if value is None else value for value in (old, new)]
-            console.print(f"{key}: {shown[0]} -> {shown[1]}", markup=False, highlight=False)
-        table = Table(_path_column(), "of", "before", "after", "rule of each dimension", "bytes before", "bytes after")
-        for row in self.parameters:
-            for cells in _changes(row["before"], row["after"]):
-                table.add_row(row["path"], *cells)
-        console.print(table if table.row_count else "no parameter's layout changes")
-        console.print(_total_table([self.before.totals, self.after.totals]))
-        crossings = [one.topology.crossings() for one in (self.before, self.after)]
-        if crossings[0] != crossings[1]:
-            console.print(_crossing_table(self.after))
-        console.print(_reduction_line(self.after.layout))
-        for note in self.after.notes:
-            if note not in self.before.notes:
-                console.print(f"new note: {note}", markup=False)
+        print_difference(self, console or Console())
 
 
-_ROWS = {
-    "weights": "weights (compute dtype)",
-    "masters": "master weights (float32)",
-    "gradients": "gradients (float32, reduced)",
-    "optimizer": "optimizer state",
-    "total": "sum of these",
-    "accumulator": "while accumulating: gradients of one replica (float32)",
-}
+def inspect_schedule(config: RunConfig, devices: int | None = None, cluster: str | None = None) -> ScheduleInspection:
+    """The pipeline schedule of a configuration on the devices of `inspect`; raises ConfigError like training.
+
+    A notebook displays the result as SVG; `print` writes tables.
+    """
+    one = inspect(config, devices, cluster)
+    stages = one.topology.sizes["pipe"]
+    if stages == 1:
+        raise ConfigError("mesh.pipe is 1: there is no pipeline to show; set mesh.pipe to the number of stages")
+    resolved = resolve(one.config, one.topology)
+    assert resolved.schedule is not None
+    split = split_stages(build(one.config.model), one.config.pipeline, stages, resolved.schedule.shape.chunks)
+    return ScheduleInspection(one, resolved.batch_shape, resolved.schedule, split)
 
 
-def _mesh_table(one: Inspection) -> Table:
-    sizes = one.topology.sizes
-    used = [axis for axis in AXES if sizes[axis] > 1] or ["data"]
-    name = f"{one.config.cluster.name}: " if one.topology.devices.size else ""
-    table = Table("node", "domain", "devices", *used, title=f"{name}mesh {_show_sizes(sizes)} over nodes")
-    for row in one.nodes[:NODES_SHOWN]:
-        table.add_row(
-            str(row["node"]), _span(row["domains"]), _span(row["devices"]), *(_span(row[axis]) for axis in used)
-        )
-    hidden = len(one.nodes) - NODES_SHOWN
-    if hidden > 0:
-        table.add_row("...", f"{hidden} more nodes (--json shows all)")
-    return table
+@dataclass(frozen=True, eq=False)
+class ScheduleInspection:
+    """A schedule with what it means for a run: layers and nodes of each stage, time, memory."""
 
+    inspection: Inspection
+    batch_shape: BatchShape
+    schedule: Schedule
+    split: StageSplit
 
-def _crossing_table(one: Inspection) -> Table:
-    table = Table("axis", "size", "domains one group touches", "what flows", title="What crosses a domain border")
-    for axis, touched in one.topology.crossings().items():
-        if one.topology.sizes[axis] > 1:
-            crosses = f"{touched}: crosses" if touched > 1 else "1: stays inside"
-            table.add_row(axis, str(one.topology.sizes[axis]), crosses, FLOW[axis])
-    return table
+    @cached_property
+    def classic(self) -> ScheduleTimeline:
+        """The schedule played by stages that do one thing at a time, nothing recomputed."""
+        return timeline(classic_orders(self.schedule), self.schedule.shape)
 
+    @property
+    def costs(self) -> Costs:
+        """Time of a chunk's pieces of work: its backward computes layers again from their inputs, save under dots."""
+        return Costs(1, 1, 1, 0 if self.inspection.config.remat.policy == "dots" else 1)
 
-def _border_lines(one: Inspection) -> list[str]:
-    """What an expert group that leaves its domain sends over the border, with and without group-limited routing."""
-    model, sizes, rules = one.config.model, one.topology.sizes, one.layout.rules
-    crossed = cross_domain_tokens(model, crossing_pairs(one.topology, rules))
-    if crossed is None:
-        return []
-    sharing = {"pipe", *(axis for name in ("batch", "seq_len", "experts") for axis in rules.axes(name))}
-    tokens = one.config.train.global_batch * one.config.data.seq_len / math.prod(sizes[axis] for axis in sharing)
-    row = model.d_model * Precision(one.config.precision).compute.itemsize
-    # There and back, forward and backward.
-    a_row = 4 * row * sum(mixture_layers(model).values()) * tokens
-    kept = f"{model.moe.top_groups} of {model.moe.groups} groups"
-    return [
-        f"experts leave their domain: a token sends {crossed.sent:.2f} of its {model.moe.top_k} rows across, "
-        f"{_bytes(int(crossed.sent * a_row))} a device and update, with or without groups (one row a choice)",
-        f"sent once a domain it would be {_bytes(int(crossed.once * a_row))} without group-limited routing and "
-        f"{_bytes(int(crossed.once_limited * a_row))} with {kept}",
-    ]
+    @property
+    def formula(self) -> float:
+        """(P-1)/(vM+P-1), the bubble of a schedule whose backward is not split."""
+        P, v, M = self.schedule.shape
+        return (P - 1) / (v * M + P - 1)
 
+    @cached_property
+    def slot_bytes(self) -> dict[str, int]:
+        """Bytes a device of one slot: residual streams of a microbatch, one a layer (of remat.every) where it is kept.
 
-def _parameter_table(one: Inspection) -> Table:
-    table = Table(
-        "parameter", "shape", "spec", "rule of each dimension", "local shape", "bytes", title="Weights a device"
-    )
-    for row in one.parameters:
-        shape = "\n".join(f"{name} {n}" for name, n in zip(row["names"], row["shape"], strict=True))
-        local = " x ".join(map(str, row["local_shape"]))
-        table.add_row(row["path"], shape, _show_spec(row["weights_spec"]), _why(row), local, _bytes(row["bytes"]))
-    return table
+        Not among them: what remat.policy dots or names keeps beside, and what goes from one half of a split backward to
+        the other; the operations of a layer say it.
+        """
+        config, sizes = self.inspection.config, self.inspection.topology.sizes
+        rules = resolve_rules(config.rules)
+        shards = math.prod(sizes[axis] for name in ("residual_seq", "hidden") for axis in rules.axes(name))
+        positions = self.batch_shape.microbatch * config.data.seq_len
+        stream = positions * config.model.d_model * Precision(config.precision).compute.itemsize // shards
+        layers = len(self.split.pattern) // config.remat.every
+        return {"input": stream, "kept": stream * layers, "cotangent": stream}
 
+    @property
+    def slots(self) -> dict[str, int]:
+        """Slots of each buffer on a stage."""
+        s = self.schedule
+        counts = (s.input_slots, s.residual_slots, s.cotangent_slots, s.weight_residual_slots)
+        return dict(zip(("input", "kept", "cotangent", "stored"), counts, strict=True))
 
-def _path_column() -> Column:
-    return Column("parameter", overflow="fold")
+    def layers(self, stage: int) -> list[range]:
+        """Layers of each chunk of a stage."""
+        return self.split.runs[stage :: self.schedule.shape.stages]
 
+    def nodes(self, stage: int) -> list[int]:
+        """Nodes (processes) that a stage lies on."""
+        return sorted({int(device.process_index) for device in self.inspection.topology.devices[:, stage].ravel()})
 
-def _total_table(totals: list[dict[str, int]]) -> Table:
-    heads = ["bytes a device"] if len(totals) == 1 else ["before", "after"]
-    table = Table("", *heads, title=f"{totals[-1]['parameters']:,} parameters")
-    for key, label in _ROWS.items():
-        if any(one[key] for one in totals):
-            table.add_row(label, *(f"{_bytes(one[key])} ({one[key]:,})" for one in totals))
-    return table
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: sizes, times, bubbles, memory, stages, and the table by tick and stage."""
+        schedule, classic = self.schedule, self.classic
+        P, v, M = schedule.shape
+        return {
+            "schedule": schedule.name,
+            "stages": P,
+            "chunks": v,
+            "microbatches": M,
+            "ticks": schedule.ticks,
+            "phases": [phase._asdict() for phase in schedule.phases],
+            "bubble": {"formula": self.formula, "executor": schedule.bubble(self.costs), "classic": classic.bubble},
+            "time": {"executor": schedule.time(self.costs), "classic": classic.time},
+            "in_flight": {"executor": schedule.in_flight, "classic": classic.in_flight},
+            "slots": self.slots,
+            "slot_bytes": self.slot_bytes,
+            "layers": [[list(run) for run in self.layers(stage)] for stage in range(P)],
+            "nodes": [self.nodes(stage) for stage in range(P)],
+            "table": [[" ".join(map(str, ops)) for ops in row] for row in schedule.cells],
+        }
 
+    def print(self, console: Console | None = None) -> None:
+        """Print tables and plots."""
+        print_schedule(self, console or Console())
 
-def _reduction_line(layout: Layout) -> str:
-    replicas = math.prod(layout.sizes[axis] for axis in layout.batch_axes)
-    inside = [axis for axis in layout.batch_axes if axis not in layout.deferred_axes]
-    parts = [f"batch over {show_axes(layout.batch_axes) if layout.batch_axes else 'one replica'} ({replicas} replicas)"]
-    if layout.deferred_axes:
-        parts.append(f"gradients reduced over {show_axes(layout.deferred_axes)} once an update")
-    if inside:
-        parts.append(f"over {show_axes(inside)} in every microbatch, where weights are sharded")
-    return "; ".join(parts)
+    def svg(self) -> str:
+        """Both plots as one SVG document."""
+        return schedule_svg(self)
 
-
-def _why(row: dict[str, Any]) -> str:
-    lines = []
-    for dim in row["dimensions"]:
-        lost = "".join(f", over {lose['origin']} ({show_axes(lose['axes'])})" for lose in reversed(dim["losers"]))
-        note = f" ({dim['note']})" if dim["note"] else ""
-        idle = "" if dim["axes"] or dim["note"] or not dim["asked"] else " (size 1)"
-        shown = show_axes(dim["asked"] if idle else dim["axes"])
-        lines.append("-" if dim["origin"] == NO_RULE else f"{shown}{idle} by {dim['origin']}{lost}{note}")
-    return "\n".join(lines)
-
-
-def _changes(old: dict[str, Any] | None, new: dict[str, Any] | None) -> list[tuple[str, ...]]:
-    """Cells of each differing spec of a parameter; parts that change alike share a row."""
-    parts: dict[tuple[str, str], list[str]] = {}
-    for part in PARTS:
-        was, now = (_show_spec(row[f"{part}_spec"]) if row else "-" for row in (old, new))
-        resized = part == "weights" and (old or {}).get("bytes") != (new or {}).get("bytes")
-        if was != now or resized:
-            parts.setdefault((was, now), []).append(part)
-    rows = []
-    for specs, names in parts.items():
-        weights = "weights" in names
-        sizes = [_bytes(row["bytes"]) if row and weights else "" for row in (old, new)]
-        rows.append((", ".join(names), *specs, _why(new) if new and weights else "", *sizes))
-    return rows
+    def _repr_svg_(self) -> str:
+        return self.svg()
 
 
 def _plain_spec(spec: PartitionSpec) -> list[list[str]]:
@@ -411,38 +383,3 @@ def _plain_reason(reason: Reason) -> dict[str, Any]:
         "losers": [{"origin": origin, "axes": list(axes)} for origin, axes in reason.losers],
         "note": reason.note,
     }
-
-
-def _show_spec(spec: list[list[str]]) -> str:
-    return "(" + ", ".join("+".join(axes) or "-" for axes in spec) + ")"
-
-
-def _show_sizes(sizes: dict[Axis, int]) -> str:
-    return " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1) or "of one device"
-
-
-def _bytes(n: int) -> str:
-    """Decimal units: GB is 10^9 bytes."""
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if n >= size:
-            return f"{n / size:.2f} {unit}"
-    return f"{n} B"
-
-
-def _span(numbers: list[int]) -> str:
-    if len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]}-{numbers[-1]}"
-    return ", ".join(map(str, numbers))
-
-
-def _draw_shards(axes: Axes, one: Inspection, path: str) -> None:
-    param, spec = one._find(path)
-    shards = one.shards(path)
-    order = {bounds: i for i, bounds in enumerate(sorted(set(shards.values())))}
-    cut = [i for i, dim in enumerate(spec_axes(spec, len(param.shape))) if dim]
-    labels = {d: "\n".join(f"{a}:{b}" for a, b in (bounds[i] for i in cut)) for d, bounds in shards.items()}
-    draw_devices(axes, one.topology, {d: order[bounds] for d, bounds in shards.items()}, labels)
-    names = ", ".join(param.names[i] for i in cut)
-    copies = len(shards) // len(order)
-    what = f"cut along {names}" if cut else "whole everywhere"
-    axes.set_title(f"{path} {param.shape}\n{what}; {len(order)} shards, {copies} copies of each", fontsize=9)

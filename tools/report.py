@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT))
 from jaxtrain.config import ConfigError, RunConfig, load_config
 from jaxtrain.program.compile import compile_for
 from jaxtrain.program.report import ProgramReport
-from jaxtrain.program.show import gib, percent
+from jaxtrain.report.tables import gib, percent
 
 MODELS = {
     "gpt2": ["data.seq_len=1024", "train.global_batch=512"],

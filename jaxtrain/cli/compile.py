@@ -44,8 +44,8 @@ class Compile(Verb):
     def __call__(self, overrides: Sequence[str]) -> int:
         """Compile, print; overrides apply to both configurations of a diff."""
         from jaxtrain.program.compile import compile_for, named_cluster
-        from jaxtrain.program.page import write_page
-        from jaxtrain.program.show import fit_line, show_diff, show_report
+        from jaxtrain.report.compiled import fit_line, print_compiled, print_compiled_diff
+        from jaxtrain.report.page import write_page
 
         names = [self.config] if self.diff is None else [self.config, self.diff]
         configs = [load_config(name, overrides) for name in names]
@@ -58,9 +58,9 @@ class Compile(Verb):
             trees = {name: report.to_json() for name, report in zip(names, reports, strict=True)}
             print_json(trees if self.diff else reports[0].to_json())
         elif self.diff is not None:
-            show_diff(reports[0], reports[1], (self.config, self.diff), Console())
+            print_compiled_diff(reports[0], reports[1], (self.config, self.diff), Console())
         else:
-            show_report(reports[0], Console())
+            print_compiled(reports[0], Console())
         misfits = [report for report in reports if report.memory.fits is False]
         for report in misfits:
             print(f"jaxtrain: {fit_line(report)}", file=sys.stderr)

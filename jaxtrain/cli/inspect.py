@@ -50,11 +50,11 @@ class Inspect(Verb):
         return 0
 
     def _show_schedule(self, overrides: Sequence[str]) -> int:
-        from jaxtrain.pipeline.show import show_schedule
+        from jaxtrain.inspect import inspect_schedule
 
         if self.diff:
             raise ConfigError("--diff compares layouts: leave it out beside --schedule")
-        schedule = show_schedule(load_config(self.config, overrides), self.devices, self.cluster)
+        schedule = inspect_schedule(load_config(self.config, overrides), self.devices, self.cluster)
         if self.schedule_svg:
             self.schedule_svg.write_text(schedule.svg())
         if self.json:

@@ -7,6 +7,7 @@ mesh axis decides which axes may cross domains: pipe first, then data and seq, t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -89,6 +90,11 @@ def described_devices(
         DescribedDevice(id=i, process_index=i // per_node, device_kind=kind, compute_capability=compute_capability)
         for i in range(total)
     ]
+
+
+def node_size(topology: Topology) -> int:
+    """Devices of a node; where nodes differ, the most common number."""
+    return Counter(device.process_index for device in topology.devices.ravel()).most_common(1)[0][1]
 
 
 def build_topology(mesh: MeshConfig, cluster: ClusterConfig, devices: Sequence[Any] | None = None) -> Topology:

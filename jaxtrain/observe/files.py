@@ -50,6 +50,12 @@ def write_atomic(path: Path, content: bytes) -> None:
     os.replace(draft, path)
 
 
+def write_summary(run_dir: Path, result: Mapping[str, Any]) -> None:
+    """Write RUN/summary.json atomically."""
+    text = json.dumps(dict(result), indent=1, default=str)
+    write_atomic(Path(run_dir) / "summary.json", (text + "\n").encode())
+
+
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     if not path.exists():
         return

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.observe.experts import draw_experts
-from jaxtrain.observe.report import draw_curve, print_summary, write_summary
+from jaxtrain.observe.files import write_summary
+from jaxtrain.report.experts import draw_experts
+from jaxtrain.report.training import draw_curve, print_summary
 from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.run import Run
 from jaxtrain.train.state import state_bytes_per_device

@@ -23,9 +23,9 @@ from jaxtrain.config import ConfigError, RunConfig, dump_config, load_config, re
 from jaxtrain.observe.flops import training_flops
 from jaxtrain.program import compile as plan
 from jaxtrain.program.compile import compile_for, make_request, named_cluster, run_worker
-from jaxtrain.program.page import page
 from jaxtrain.program.report import ProgramReport
-from jaxtrain.program.show import diff_rows, proof_lines, show_report
+from jaxtrain.report.compiled import compiled_diff_rows, print_compiled, proof_lines
+from jaxtrain.report.page import page
 
 LAYERS, D, F, V, L, ROWS = 3, 256, 1024, 1024, 256, 64
 BASE = validate(
@@ -127,7 +127,7 @@ def test_report_as_json_tables_and_page(report: ProgramReport) -> None:
     tree = json.loads(json.dumps(report.to_json()))
     assert tree["memory"]["fits"] is True and tree["flops"]["ratio"] > 1 and tree["proof"]["holds"] is True
     console = Console(file=StringIO(), width=80)
-    show_report(report, console)
+    print_compiled(report, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "tensor and expert groups inside a domain: yes" in text and "reduce-scatter" in text
     parser = Balanced()
@@ -171,7 +171,7 @@ def test_accumulation_reduces_gradients_no_more_often(preset: str, target: Liter
     assert eight.reductions.bytes <= once.reductions.bytes
     kinds = {one.kind for one in eight.reductions.found}
     assert "reduce-scatter" in kinds if target == "cuda" and preset != "ddp" else kinds == {"all-reduce"}
-    rows = {row[0]: row[1:3] for row in diff_rows(once, eight)}
+    rows = {row[0]: row[1:3] for row in compiled_diff_rows(once, eight)}
     assert rows["gradient reductions"] == [str(once.reductions.calls), str(eight.reductions.calls)]
 
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxtrain.observe.report import draw_curve, eval_points, print_summary, smooth, write_summary
+from jaxtrain.observe.files import write_summary
+from jaxtrain.report.training import draw_curve, eval_points, print_summary, smooth
 
 
 def write_rows(folder, rows):

@@ -1,4 +1,4 @@
-"""What inspect shows of a pipeline: stages on the requirements' nodes, numbers, pictures, refusals."""
+"""What inspect shows of a pipeline: stages on the requirements' nodes, numbers, plans, refusals."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from rich.console import Console
 
 from jaxtrain.cli import main
 from jaxtrain.config import ConfigError, load_config
-from jaxtrain.pipeline.show import Picture, show_schedule
+from jaxtrain.inspect import ScheduleInspection, inspect_schedule
 
 
-def shown(name: str, *overrides: str) -> Picture:
-    return show_schedule(load_config(name, overrides))
+def shown(name: str, *overrides: str) -> ScheduleInspection:
+    return inspect_schedule(load_config(name, overrides))
 
 
 def test_configuration_b_lies_on_the_nodes_of_the_requirements() -> None:
     """Section 5: layers 1-8 on N0/N4, 9-16 on N1/N5, 17-24 on N2/N6, 25-32 on N3/N7; global batch 128 of 32."""
-    picture = shown("llama3_8b_pipe")
-    stages = {tuple(picture.nodes(s)): [run[0] + 1 for run in picture.layers(s)] for s in range(4)}
+    plan = shown("llama3_8b_pipe")
+    stages = {tuple(plan.nodes(s)): [run[0] + 1 for run in plan.layers(s)] for s in range(4)}
     assert stages == {(0, 4): [1], (1, 5): [9], (2, 6): [17], (3, 7): [25]}
-    assert all(len(run) == 8 for s in range(4) for run in picture.layers(s))
-    sizes = picture.laid.topology.sizes
+    assert all(len(run) == 8 for s in range(4) for run in plan.layers(s))
+    sizes = plan.inspection.topology.sizes
     assert (sizes["tensor"], sizes["pipe"], sizes["data"]) == (8, 4, 2)
-    assert picture.laid.topology.crossings()["tensor"] == 1
-    assert (picture.batch_shape.microbatch, picture.batch_shape.accumulation, picture.batch_shape.global_batch) == (
+    assert plan.inspection.topology.crossings()["tensor"] == 1
+    assert (plan.batch_shape.microbatch, plan.batch_shape.accumulation, plan.batch_shape.global_batch) == (
         2,
         32,
         128,
     )
-    assert picture.schedule.bubble() == pytest.approx(3 / 35)
+    assert plan.schedule.bubble() == pytest.approx(3 / 35)
     eight = shown("llama3_8b_pipe", "train.accumulation=8", "train.global_batch=32")
     assert eight.schedule.bubble() == pytest.approx(3 / 11)
 
 
 def test_bytes_of_slots() -> None:
     """70B, length 8192, sequence parallelism over 8: 8192 x 8192 x 2 B / 8 is 16 MiB, 20 layers are kept of each."""
-    picture = shown("llama3_70b_pipe", "pipeline.schedule=1f1b")
-    assert picture.slot_bytes["input"] == 16 * 2**20
-    assert picture.slot_bytes["kept"] == 20 * 16 * 2**20
+    plan = shown("llama3_70b_pipe", "pipeline.schedule=1f1b")
+    assert plan.slot_bytes["input"] == 16 * 2**20
+    assert plan.slot_bytes["kept"] == 20 * 16 * 2**20
     chunks = shown("llama3_70b_pipe")
     assert (chunks.slot_bytes["kept"], chunks.slots["kept"]) == (10 * 16 * 2**20, 11)
     assert shown("llama3_70b_pipe", "remat.every=5").slot_bytes["kept"] == 2 * 16 * 2**20
     assert shown("llama3_70b_pipe", "rules.preset=[zero1, tensor]").slot_bytes["input"] == 128 * 2**20
-    assert picture.slots == {"input": 1, "kept": 7, "cotangent": 1, "stored": 0}
+    assert plan.slots == {"input": 1, "kept": 7, "cotangent": 1, "stored": 0}
 
 
 def test_layers_of_chunks_and_uneven_stages() -> None:
@@ -58,13 +58,13 @@ def test_layers_of_chunks_and_uneven_stages() -> None:
     assert [len(uneven.layers(s)[0]) for s in range(4)] == [9, 8, 8, 7]
 
 
-def test_the_picture_as_text_is_the_table_of_the_requirements() -> None:
-    picture = shown(
+def test_the_plan_as_text_is_the_table_of_the_requirements() -> None:
+    plan = shown(
         "llama3_8b_pipe", "mesh.pipe=2", "mesh.data=4", "pipeline.microbatches=3", "train.accumulation=3",
         "train.global_batch=24",
     )  # fmt: skip
     console = Console(width=200, file=io.StringIO())
-    picture.print(console)
+    plan.print(console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     lines = [line.split() for line in text.splitlines() if line.startswith("stage ")]
     # A backward of inputs and weights is drawn over two slots.
@@ -73,7 +73,7 @@ def test_the_picture_as_text_is_the_table_of_the_requirements() -> None:
     assert "bubble: 25.0% by (P-1)/(vM+P-1), 25.0% of the executor's ticks" in text
 
 
-def test_a_narrow_console_folds_the_picture() -> None:
+def test_a_narrow_console_folds_the_plan() -> None:
     console = Console(width=60, file=io.StringIO())
     shown("llama3_8b_pipe").print(console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -83,15 +83,15 @@ def test_a_narrow_console_folds_the_picture() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_the_svg_holds_every_piece_of_work_twice(schedule: str) -> None:
-    picture = shown("llama3_8b_pipe", f"pipeline.schedule={schedule}", "train.accumulation=8", "train.global_batch=32")
-    root = ElementTree.fromstring(picture.svg())
-    assert root.tag.endswith("svg") and picture._repr_svg_() == picture.svg()
-    P, v, M = picture.schedule.shape
+    plan = shown("llama3_8b_pipe", f"pipeline.schedule={schedule}", "train.accumulation=8", "train.global_batch=32")
+    root = ElementTree.fromstring(plan.svg())
+    assert root.tag.endswith("svg") and plan._repr_svg_() == plan.svg()
+    P, v, M = plan.schedule.shape
     boxes = [e.text for e in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert len(boxes) == 2 * P * v * M * (3 if picture.schedule.split else 2)
+    assert len(boxes) == 2 * P * v * M * (3 if plan.schedule.split else 2)
 
 
-def test_the_verb_writes_picture_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_writes_plan_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "schedule.svg"
     arguments = ["inspect", "llama3_8b_pipe", "--schedule", "--schedule-svg", str(path), "--json"]
     assert main([*arguments, "--pipeline.schedule", "zero_bubble"]) == 0

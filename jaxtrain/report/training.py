@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from jaxtrain.observe.files import read_metrics, write_atomic
+from jaxtrain.observe.files import read_metrics
 
 Point = tuple[int, float]
 
@@ -83,12 +82,6 @@ def smooth(points: Sequence[Point], share: float = 0.03) -> list[Point]:
         window = [v for _, v in points[i - near : i + near + 1] if v == v]
         out.append((step, sum(window) / len(window) if window and value == value else float("nan")))
     return out
-
-
-def write_summary(run_dir: Path, result: Mapping[str, Any]) -> None:
-    """Write RUN/summary.json atomically."""
-    text = json.dumps(dict(result), indent=1, default=str)
-    write_atomic(Path(run_dir) / "summary.json", (text + "\n").encode())
 
 
 def print_summary(run_dir: Path, result: Mapping[str, Any], console: Console | None = None) -> None:

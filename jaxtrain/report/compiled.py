@@ -11,6 +11,7 @@ from rich.table import Column, Table
 
 from jaxtrain.config import diff_configs
 from jaxtrain.program.report import ProgramReport
+from jaxtrain.report.tables import format_integer, format_number, gib, percent
 
 TRAFFIC_HEADS = ("over", "kind", "domain", "async", "calls", "GiB", "wire", "ms", "covered", "groups")
 KEPT_WHOLE = ("over", "kind", "line", "GiB", "setting")
@@ -24,7 +25,7 @@ LEGEND = (
 )
 
 
-def show_report(report: ProgramReport, console: Console) -> None:
+def print_compiled(report: ProgramReport, console: Console) -> None:
     """Print memory, FLOPs, collectives, inventions and the proof line."""
     console.print(headline(report))
     console.print(_table("Memory of a device", ["", "GiB"], [[name, value] for name, value in memory_rows(report)]))
@@ -60,42 +61,42 @@ def show_report(report: ProgramReport, console: Console) -> None:
     )
 
 
-def show_diff(a: ProgramReport, b: ProgramReport, names: tuple[str, str], console: Console) -> None:
+def print_compiled_diff(a: ProgramReport, b: ProgramReport, names: tuple[str, str], console: Console) -> None:
     """Print two reports side by side: settings that differ, then every figure."""
     settings = diff_configs(a.config, b.config)
     console.print(
         _table("Settings that differ", ["setting", *names], [[key, str(x), str(y)] for key, x, y in settings])
     )
-    console.print(_table("Compiled", ["", *names, "ratio"], diff_rows(a, b)))
+    console.print(_table("Compiled", ["", *names, "ratio"], compiled_diff_rows(a, b)))
     for name, report in zip(names, (a, b), strict=True):
         for line in proof_lines(report):
             console.print(f"{name}: {line}", style="green" if report.proof.holds else "bold red")
 
 
-def diff_rows(a: ProgramReport, b: ProgramReport) -> list[list[str]]:
+def compiled_diff_rows(a: ProgramReport, b: ProgramReport) -> list[list[str]]:
     """Rows of [figure, value of a, value of b, b / a]."""
     keys = sorted({(row.axes, row.kind, row.link) for report in (a, b) for row in report.traffic})
     figures: list[tuple[str, Callable[[ProgramReport], float], Callable[[float], str]]] = [
-        ("devices", lambda r: r.devices, _count),
+        ("devices", lambda r: r.devices, format_integer),
         ("peak GiB", lambda r: r.memory.peak, gib),
         ("spare GiB", lambda r: r.memory.spare or 0, gib),
         ("state and batch GiB", lambda r: r.memory.arguments, gib),
         ("host GiB", lambda r: r.memory.host, gib),
-        ("executed TFLOP", lambda r: r.flops.executed / 1e12, _number),
-        ("executed / model (full, no kernels)", lambda r: r.flops.ratio, _number),
+        ("executed TFLOP", lambda r: r.flops.executed / 1e12, format_number),
+        ("executed / model (full, no kernels)", lambda r: r.flops.ratio, format_number),
         ("recompute share", lambda r: r.flops.recompute, percent),
-        ("gradient reductions", lambda r: r.reductions.calls, _count),
+        ("gradient reductions", lambda r: r.reductions.calls, format_integer),
         ("gradient reductions GiB", lambda r: r.reductions.bytes, gib),
         ("wire inside domains GiB", lambda r: r.link_bytes("fast"), gib),
         ("wire across domains GiB", lambda r: r.link_bytes("network"), gib),
         ("covered inside", lambda r: r.coverage.get("fast", 1.0), percent),
         ("covered across", lambda r: r.coverage.get("network", 1.0), percent),
-        ("inventions", lambda r: len(r.inserted_resharding) + len(r.rematerializations), _count),
-        ("compile seconds", lambda r: r.compile_seconds, _number),
+        ("inventions", lambda r: len(r.inserted_resharding) + len(r.rematerializations), format_integer),
+        ("compile seconds", lambda r: r.compile_seconds, format_number),
     ]
     for key in keys:
         label = f"{key[0]} {key[1]} ({LINKS[key[2]]})"
-        figures.append((f"{label} calls", lambda r, k=key: _sum(r, k, "calls"), _count))  # type: ignore[misc]
+        figures.append((f"{label} calls", lambda r, k=key: _sum(r, k, "calls"), format_integer))  # type: ignore[misc]
         figures.append((f"{label} payload GiB", lambda r, k=key: _sum(r, k, "payload"), gib))  # type: ignore[misc]
     rows = []
     for name, value, written in figures:
@@ -109,7 +110,7 @@ def headline(report: ProgramReport) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.sizes.items() if size > 1) or "one device"
     rows = report.config["train"]["global_batch"]
     return (
-        f"{report.parameters / 1e9:.3f} B parameters, {rows} rows of {report.config['data']['length']} = "
+        f"{report.parameters / 1e9:.3f} B parameters, {rows} rows of {report.config['data']['seq_len']} = "
         f"microbatch {report.microbatch} x accumulation {report.accumulation} on {report.devices} x {report.card} "
         f"({report.cluster}, {report.target}): mesh {mesh}"
     )
@@ -144,11 +145,11 @@ def flops_rows(report: ProgramReport) -> list[tuple[str, str]]:
     """(what, value) rows."""
     flops = report.flops
     rows = [
-        ("executed by matmuls, loops counted", _number(flops.executed / 1e12)),
-        ("model, causal scores", _number(flops.causal / 1e12)),
-        ("model, full scores", _number(flops.full / 1e12)),
-        ("of it in kernels, not counted as executed", _number(flops.in_kernels / 1e12)),
-        ("executed / model (full) outside of kernels", _number(flops.ratio)),
+        ("executed by matmuls, loops counted", format_number(flops.executed / 1e12)),
+        ("model, causal scores", format_number(flops.causal / 1e12)),
+        ("model, full scores", format_number(flops.full / 1e12)),
+        ("of it in kernels, not counted as executed", format_number(flops.in_kernels / 1e12)),
+        ("executed / model (full) outside of kernels", format_number(flops.ratio)),
         ("share computed again (beyond full)", percent(flops.recompute)),
     ]
     return rows + [(f"not counted: {name}, opaque", f"{calls} calls") for name, calls in flops.opaque]
@@ -233,16 +234,6 @@ def operation(op_name: str) -> str:
     return "/".join(op_name.split("/")[-2:])
 
 
-def gib(size: float) -> str:
-    """Bytes as GiB."""
-    return f"{size / 2**30:.2f}"
-
-
-def percent(share: float) -> str:
-    """A share as percent."""
-    return f"{share * 100:.0f}%"
-
-
 def _members(group: Sequence[int]) -> str:
     steps = {b - a for a, b in pairwise(group)}
     if len(group) > 2 and len(steps) == 1:
@@ -258,14 +249,6 @@ def _domains(report: ProgramReport, group: Sequence[int]) -> str:
 
 def _sum(report: ProgramReport, key: tuple[str, str, str], field: str) -> int:
     return sum(getattr(row, field) for row in report.traffic if (row.axes, row.kind, row.link) == key)
-
-
-def _count(value: float) -> str:
-    return str(int(value))
-
-
-def _number(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

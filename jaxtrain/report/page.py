@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.program.report import GIB, ProgramReport
-from jaxtrain.program.show import (
+from jaxtrain.program.timeline import LayerTimeline
+from jaxtrain.report.compiled import (
     LEGEND,
     TRAFFIC_HEADS,
     fit_line,
     flops_rows,
-    gib,
     headline,
     operation,
     options,
@@ -23,14 +23,14 @@ from jaxtrain.program.show import (
     source_lines,
     traffic_rows,
 )
-from jaxtrain.program.timeline import LayerTimeline
+from jaxtrain.report.tables import gib
 
-WIDTH = 1000
+PAGE_WIDTH = 1000
 LANES = {"matmul": "matmuls", "fast": "inside a domain", "network": "across domains"}
-COLOURS = {"matmul": "#4c72b0", "fast": "#55a868", "network": "#dd8452"}
+LANE_COLOURS = {"matmul": "#4c72b0", "fast": "#55a868", "network": "#dd8452"}
 PALETTE = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
 REST, GAP, FREE = "#b0b0b0", "#d0d0d0", "#eeeeee"
-NODES_SHOWN = 16
+PAGE_NODES_SHOWN = 16
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
@@ -102,16 +102,16 @@ def memory_svg(report: ProgramReport) -> str:
     ]
     parts.append(("everything smaller", max(memory.live - sum(size for _, size, _ in parts), 0), REST))
     parts.append(("unused between buffers", max(memory.peak - memory.live, 0), GAP))
-    out, at = [_rect(0, 8, WIDTH, 40, FREE, "free")], 0.0
+    out, at = [_rect(0, 8, PAGE_WIDTH, 40, FREE, "free")], 0.0
     for label, size, colour in parts:
-        width = WIDTH * size / whole
+        width = PAGE_WIDTH * size / whole
         out.append(_rect(at, 8, width, 40, colour, f"{gib(size)} GiB: {label}"))
         at += width
     for name, marked, y in (("peak", memory.peak, 66), ("card", memory.card, 82)):
         if marked is not None:
-            x = WIDTH * marked / whole
+            x = PAGE_WIDTH * marked / whole
             out.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{y - 10}" stroke="#222" stroke-width="1.5"/>')
-            anchor = "end" if x > WIDTH / 2 else "start"
+            anchor = "end" if x > PAGE_WIDTH / 2 else "start"
             out.append(f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{name} {marked / GIB:.2f} GiB</text>')
     return _svg(90, out)
 
@@ -122,12 +122,13 @@ def mesh_svg(report: ProgramReport) -> str:
     tight = [axes.index(axis) for axis in ("tensor", "expert")]
     nodes = sorted(set(report.nodes.ravel().tolist()))
     index = {
-        node: [tuple(map(int, place)) for place in np.argwhere(report.nodes == node)] for node in nodes[:NODES_SHOWN]
+        node: [tuple(map(int, place)) for place in np.argwhere(report.nodes == node)]
+        for node in nodes[:PAGE_NODES_SHOWN]
     }
     columns = 4
     per_row = min(4, max(len(places) for places in index.values()))
     cell, gap, height = 46, 12, 0
-    box_width = WIDTH / columns
+    box_width = PAGE_WIDTH / columns
     out: list[str] = []
     colours: dict[tuple[int, ...], str] = {}
     box_height = 26 + cell * -(-max(len(places) for places in index.values()) // per_row) + gap
@@ -159,20 +160,20 @@ def timeline_svg(line: LayerTimeline) -> str:
     """Three lanes: matmuls, transfers inside a domain, transfers across."""
     total = max([line.total, *(span.end for span in line.spans)]) or 1.0
     left, height = 120, 34
-    scale = (WIDTH - left) / total
+    scale = (PAGE_WIDTH - left) / total
     out = []
     for i, (lane, name) in enumerate(LANES.items()):
         y = 6 + i * height
         out.append(f'<text x="0" y="{y + 17}">{name}</text>')
-        out.append(_rect(left, y, WIDTH - left, height - 8, FREE, ""))
+        out.append(_rect(left, y, PAGE_WIDTH - left, height - 8, FREE, ""))
         for span in line.spans:
             if span.lane == lane:
                 told = f"{(span.end - span.begin) * 1e6:.0f} us: {span.label}"
                 width = max((span.end - span.begin) * scale, 0.5)
-                out.append(_rect(left + span.begin * scale, y, width, height - 8, COLOURS[lane], told))
+                out.append(_rect(left + span.begin * scale, y, width, height - 8, LANE_COLOURS[lane], told))
     y = 6 + len(LANES) * height + 10
     out.append(f'<text x="{left}" y="{y}">0</text>')
-    out.append(f'<text x="{WIDTH}" y="{y}" text-anchor="end">{total * 1e3:.2f} ms</text>')
+    out.append(f'<text x="{PAGE_WIDTH}" y="{y}" text-anchor="end">{total * 1e3:.2f} ms</text>')
     return _svg(y + 8, out)
 
 
@@ -183,7 +184,7 @@ def _caption(line: LayerTimeline) -> str:
 
 def _svg(height: float, parts: Iterable[str]) -> str:
     body = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}">\n{body}\n</svg>\n'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PAGE_WIDTH} {height:.0f}">\n{body}\n</svg>\n'
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: str, told: str) -> str:

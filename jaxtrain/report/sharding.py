@@ -1,0 +1,154 @@
+"""How parameters are sharded: the tables of an inspection and of a difference, and figures of shards."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from jaxtrain.mesh.layout import PARTS, Layout
+from jaxtrain.mesh.param import show_axes, spec_axes
+from jaxtrain.mesh.rules import NO_RULE
+from jaxtrain.report.mesh import crossing_table, device_figure, draw_devices, mesh_table
+from jaxtrain.report.tables import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from jaxtrain.inspect import Difference, Inspection
+
+_ROWS = {
+    "weights": "weights (compute dtype)",
+    "masters": "master weights (float32)",
+    "gradients": "gradients (float32, reduced)",
+    "optimizer": "optimizer state",
+    "total": "sum of these",
+    "accumulator": "while accumulating: gradients of one replica (float32)",
+}
+
+
+def print_inspection(one: Inspection, console: Console) -> None:
+    """Print the mesh, what crosses domains, parameters, totals and notes."""
+    for table in (mesh_table(one), crossing_table(one), _parameter_table(one), _total_table([one.totals])):
+        console.print(table)
+    console.print(_reduction_line(one.layout))
+    for note in (*one.notes, *one.expert_traffic):
+        console.print(f"note: {note}", markup=False)
+
+
+def print_difference(difference: Difference, console: Console) -> None:
+    """Print what changes between two inspections."""
+    for key, old, new in difference.settings:
+        shown = ["null" if value is None else value for value in (old, new)]
+        console.print(f"{key}: {shown[0]} -> {shown[1]}", markup=False, highlight=False)
+    table = Table(_path_column(), "of", "before", "after", "rule of each dimension", "bytes before", "bytes after")
+    for row in difference.parameters:
+        for cells in _changes(row["before"], row["after"]):
+            table.add_row(row["path"], *cells)
+    console.print(table if table.row_count else "no parameter's layout changes")
+    console.print(_total_table([difference.before.totals, difference.after.totals]))
+    crossings = [one.topology.crossings() for one in (difference.before, difference.after)]
+    if crossings[0] != crossings[1]:
+        console.print(crossing_table(difference.after))
+    console.print(_reduction_line(difference.after.layout))
+    for note in difference.after.notes:
+        if note not in difference.before.notes:
+            console.print(f"new note: {note}", markup=False)
+
+
+def plot_shards(one: Inspection, path: str) -> Figure:
+    """One parameter's shards: devices of one colour hold the same shard."""
+    figure, (axes,) = device_figure(one.topology, 1)
+    _draw_shards(axes, one, path)
+    return figure
+
+
+def plot_shards_before_after(difference: Difference, path: str, label: str) -> Figure:
+    """One parameter's shards before and after a change, side by side."""
+    figure, panels = device_figure(difference.before.topology, 2)
+    for axes, one, when in zip(panels, (difference.before, difference.after), ("before", label), strict=True):
+        _draw_shards(axes, one, path)
+        axes.set_title(f"{when}\n{axes.get_title()}", fontsize=9)
+    return figure
+
+
+def _parameter_table(one: Inspection) -> Table:
+    table = Table(
+        "parameter", "shape", "spec", "rule of each dimension", "local shape", "bytes", title="Weights a device"
+    )
+    for row in one.parameters:
+        shape = "\n".join(f"{name} {n}" for name, n in zip(row["names"], row["shape"], strict=True))
+        local = " x ".join(map(str, row["local_shape"]))
+        table.add_row(row["path"], shape, _show_spec(row["weights_spec"]), _why(row), local, format_bytes(row["bytes"]))
+    return table
+
+
+def _path_column() -> Column:
+    return Column("parameter", overflow="fold")
+
+
+def _total_table(totals: list[dict[str, int]]) -> Table:
+    heads = ["bytes a device"] if len(totals) == 1 else ["before", "after"]
+    table = Table("", *heads, title=f"{totals[-1]['parameters']:,} parameters")
+    for key, label in _ROWS.items():
+        if any(one[key] for one in totals):
+            table.add_row(label, *(f"{format_bytes(one[key])} ({one[key]:,})" for one in totals))
+    return table
+
+
+def _reduction_line(layout: Layout) -> str:
+    replicas = math.prod(layout.sizes[axis] for axis in layout.batch_axes)
+    inside = [axis for axis in layout.batch_axes if axis not in layout.deferred_axes]
+    parts = [f"batch over {show_axes(layout.batch_axes) if layout.batch_axes else 'one replica'} ({replicas} replicas)"]
+    if layout.deferred_axes:
+        parts.append(f"gradients reduced over {show_axes(layout.deferred_axes)} once an update")
+    if inside:
+        parts.append(f"over {show_axes(inside)} in every microbatch, where weights are sharded")
+    return "; ".join(parts)
+
+
+def _why(row: dict[str, Any]) -> str:
+    lines = []
+    for dim in row["dimensions"]:
+        lost = "".join(f", over {lose['origin']} ({show_axes(lose['axes'])})" for lose in reversed(dim["losers"]))
+        note = f" ({dim['note']})" if dim["note"] else ""
+        idle = "" if dim["axes"] or dim["note"] or not dim["asked"] else " (size 1)"
+        shown = show_axes(dim["asked"] if idle else dim["axes"])
+        lines.append("-" if dim["origin"] == NO_RULE else f"{shown}{idle} by {dim['origin']}{lost}{note}")
+    return "\n".join(lines)
+
+
+def _changes(old: dict[str, Any] | None, new: dict[str, Any] | None) -> list[tuple[str, ...]]:
+    """Cells of each differing spec of a parameter; parts that change alike share a row."""
+    parts: dict[tuple[str, str], list[str]] = {}
+    for part in PARTS:
+        was, now = (_show_spec(row[f"{part}_spec"]) if row else "-" for row in (old, new))
+        resized = part == "weights" and (old or {}).get("bytes") != (new or {}).get("bytes")
+        if was != now or resized:
+            parts.setdefault((was, now), []).append(part)
+    rows = []
+    for specs, names in parts.items():
+        weights = "weights" in names
+        sizes = [format_bytes(row["bytes"]) if row and weights else "" for row in (old, new)]
+        rows.append((", ".join(names), *specs, _why(new) if new and weights else "", *sizes))
+    return rows
+
+
+def _show_spec(spec: list[list[str]]) -> str:
+    return "(" + ", ".join("+".join(axes) or "-" for axes in spec) + ")"
+
+
+def _draw_shards(axes: Axes, one: Inspection, path: str) -> None:
+    param, spec = one.find(path)
+    shards = one.shards(path)
+    order = {bounds: i for i, bounds in enumerate(sorted(set(shards.values())))}
+    cut = [i for i, dim in enumerate(spec_axes(spec, len(param.shape))) if dim]
+    labels = {d: "\n".join(f"{a}:{b}" for a, b in (bounds[i] for i in cut)) for d, bounds in shards.items()}
+    draw_devices(axes, one.topology, {d: order[bounds] for d, bounds in shards.items()}, labels)
+    names = ", ".join(param.names[i] for i in cut)
+    copies = len(shards) // len(order)
+    what = f"cut along {names}" if cut else "whole everywhere"
+    axes.set_title(f"{path} {param.shape}\n{what}; {len(order)} shards, {copies} copies of each", fontsize=9)
