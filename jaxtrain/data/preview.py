@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -29,6 +30,19 @@ from jaxtrain.numerics.labels import IGNORE
 MEASURE_S = 2.0
 SHOWN_SEQUENCES = 4
 SHOWN_CHARACTERS = 400
+BORDER = " ║ "
+UNSCORED = ("⟦", "⟧")
+LEGEND = f"{UNSCORED[0]}not scored{UNSCORED[1]}{BORDER}next document of the sequence{BORDER}↵ end of line"
+COLUMNS = {
+    "documents": "documents",
+    "tokens_an_epoch": "tokens\nan epoch",
+    "run_epochs": "epochs\nin the run",
+    "share_asked": "share\nasked",
+    "share_read": "share\nread",
+    "dropped_documents": "dropped\ndocuments",
+    "dropped_tokens": "dropped\ntokens",
+}
+"""Key of a source -> header of its column; short lines, so that the table fits into 80 columns."""
 DOCUMENT_STYLES = ("black on bright_cyan", "black on bright_yellow", "black on bright_green", "black on bright_magenta")
 SOURCE_COLORS = ("#2f6db5", "#d1603d", "#4a9a62", "#8a5fb0", "#9aa5b1", "#c9a227")
 
@@ -46,7 +60,7 @@ class Preview:
 
     @cached_property
     def sources(self) -> list[dict[str, Any]]:
-        """One row per source: documents, targets in an epoch, share asked for and realised, documents dropped."""
+        """One row per source: documents, tokens of an epoch, epochs, share asked for and read, documents dropped."""
         settings, count = self.config.data.sources, len(self.pieces.targets)
         source = _source_of(self.corpus)
         weights, read = np.array([each.weight for each in settings]), np.array(self.measured["read"])
@@ -55,12 +69,35 @@ class Preview:
             "documents": np.bincount(source, minlength=count).tolist(),
             "tokens_an_epoch": self.pieces.targets.tolist(),
             "epochs": [each.epochs for each in settings],
+            "run_epochs": [
+                taken / max(epoch, 1) for taken, epoch in zip(self.taken, self.pieces.targets.tolist(), strict=True)
+            ],
             "share_asked": (weights / weights.sum()).tolist(),
             "share_read": (read / max(read.sum(), 1)).tolist(),
             "dropped_documents": self.pieces.dropped_documents.tolist(),
             "dropped_tokens": self.pieces.dropped_targets.tolist(),
         }
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    @cached_property
+    def run_tokens(self) -> int:
+        """Inputs that the whole run asks for, at the fill rate of the measured batches."""
+        starts = [*(phase.start for phase in self.phases), self.config.train.steps]
+        positions = sum(
+            max(min(stop, self.config.train.steps) - phase.start, 0) * phase.global_batch * phase.seq_len
+            for phase, stop in zip(self.phases, starts[1:], strict=True)
+        )
+        return round(positions * self.measured["fill"])
+
+    @cached_property
+    def taken(self) -> list[int]:
+        """Inputs that the run takes from each source."""
+        sources, targets = self.config.data.sources, self.pieces.targets.tolist()
+        limits = [
+            math.inf if source.epochs is None else source.epochs * epoch
+            for source, epoch in zip(sources, targets, strict=True)
+        ]
+        return shares_of(self.run_tokens, [source.weight for source in sources], limits)
 
     def to_json(self) -> dict[str, Any]:
         """Every number, without the text."""
@@ -71,12 +108,14 @@ class Preview:
             "phases": [asdict(phase) for phase in self.phases],
             "sources": self.sources,
             "tokens_an_epoch": int(self.pieces.targets.sum()),
+            "run_tokens": self.run_tokens,
             **{name: value for name, value in self.measured.items() if name != "read"},
         }
 
     def render(self) -> RenderableType:
-        """Tables and the first batches as text, one colour a document; dim is not scored."""
-        return Group(self._numbers(), self._sources(), *map(self._batch, range(len(self.batches))))
+        """Tables and the first batches as text; document borders and the loss mask are marked and coloured."""
+        shown = [Text(LEGEND, style="dim")] if self.batches else []
+        return Group(self._numbers(), self._sources(), *shown, *map(self._batch, range(len(self.batches))))
 
     def draw(self, path: Path) -> Path:
         """Plot a histogram of document lengths, one colour per source, with the sequence lengths marked.
@@ -128,51 +167,62 @@ class Preview:
             "fill rate": f"{measured['fill']:.4f} over {measured['updates']} batches",
             "scored": f"{measured['scored']:.4f} of all inputs",
             "tokens an epoch": int(self.pieces.targets.sum()),
+            "tokens of the run": f"about {self.run_tokens:,} in {self.config.train.steps:,} steps",
             "speed": f"{measured['tokens_per_s']:,.0f} tokens/s, one thread",
         }
         for name, value in rows.items():
-            table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
+            table.add_row(name, Text(f"{value:,}" if isinstance(value, int) else str(value)))
         return table
 
-    def _sources(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, title="sources", title_justify="left")
-        for name in self.sources[0]:
-            table.add_column(name.replace("_", " "), justify="left" if name == "source" else "right", overflow="fold")
-        for row in self.sources:
-            table.add_row(*(_cell(value) for value in row.values()))
-        return table
+    def _sources(self) -> Group:
+        """Each name on its own line, complete at any width, then the numbers; columns of zeros are left out."""
+        lines = [Text(f"{number}  {row['source']}", overflow="fold") for number, row in enumerate(self.sources)]
+        table = Table(box=box.SIMPLE_HEAD)
+        columns = [name for name in COLUMNS if any(row[name] for row in self.sources)]
+        for header in ("", *(COLUMNS[name] for name in columns)):
+            table.add_column(header, justify="right", overflow="fold")
+        for number, row in enumerate(self.sources):
+            table.add_row(str(number), *(_cell(name, row) for name in columns))
+        notes = []
+        if sum(self.taken) < self.run_tokens - len(self.taken):
+            message = (
+                f"The run asks for about {self.run_tokens:,} tokens, and the epochs of all sources have "
+                f"{sum(self.taken):,}: it will stop with an error. Lower train.steps or raise epochs."
+            )
+            notes.append(Text(message, style="yellow"))
+        return Group(Text("sources", style="italic"), *lines, table, *notes)
 
     def _batch(self, index: int) -> Panel:
         batch = self.batches[index]
         count, seq_len = batch["tokens"].shape
         texts = [self._sequence(batch, number) for number in range(min(count, SHOWN_SEQUENCES))]
         if count > SHOWN_SEQUENCES:
-            texts.append(Text(f"... {count - SHOWN_SEQUENCES} more sequences", style="dim"))
+            texts.append(Text(f"{count - SHOWN_SEQUENCES} more sequences are not shown", style="dim"))
         title = f"batch {index + 1}: {count} sequences of {seq_len} tokens, fill {fill_rate(batch):.4f}"
         return Panel(Group(*texts), title=title, title_align="left", box=box.ROUNDED)
 
     def _sequence(self, batch: HostBatch, number: int) -> Text:
         segments = batch["segments"][number]
-        text = Text(f"{number}: ", style="bold")
+        text = Text(f"{number}: ", style="bold", overflow="fold")
         for segment in range(1, int(segments.max()) + 1):
             here = segments == segment
+            if segment > 1:
+                text.append(BORDER, style="bold")
             text.append_text(self._segment(batch["tokens"][number][here], batch["labels"][number][here], segment))
         if padding := int((segments == 0).sum()):
-            text.append(f" {padding} padded", style="dim")
+            text.append(f"{BORDER if padding < len(segments) else ''}{padding} padded", style="dim")
         return text
 
     def _segment(self, tokens: np.ndarray, labels: np.ndarray, segment: int) -> Text:
-        """A document's part of a sequence; a token that is no scored target is dim."""
+        """A document's part of a sequence; tokens that are no scored target are dim and in brackets."""
         style = DOCUMENT_STYLES[segment % len(DOCUMENT_STYLES)]
-        scored = np.concatenate([[True], labels[:-1] != IGNORE])
+        # The first token is the target of nothing here: it is shown with those that follow.
+        scored = np.concatenate([labels[:1] != IGNORE, labels[:-1] != IGNORE])
         borders = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(tokens)]
         text = Text()
         for lo, hi in pairwise(borders):
-            words = _printable(self.corpus.tokenizer.decode(tokens[lo:hi].tolist()))
-            text.append(words, style=style if scored[lo] else f"dim {style}")
-        if len(text) > SHOWN_CHARACTERS:
-            text.truncate(SHOWN_CHARACTERS)
-            text.append(f"... ({len(tokens)} tokens)", style=f"bold {style}")
+            if words := _abbreviated(_printable(self.corpus.tokenizer.decode(tokens[lo:hi].tolist()))):
+                text.append(*((words, style) if scored[lo] else (words.join(UNSCORED), f"dim {style}")))
         return text
 
 
@@ -210,6 +260,18 @@ def preview(config: RunConfig, batches: int = 2) -> Preview:
         return Preview(config, corpus, stream.pieces, stream.phases, shown, measured)
 
 
+def shares_of(tokens: int, weights: Sequence[float], limits: Sequence[float]) -> list[int]:
+    """Tokens that each source gives to a total, by weight; sources at their limit leave the rest to the others."""
+    taken, repeating = [0.0] * len(weights), set(range(len(weights)))
+    while repeating:
+        each_weight = (tokens - sum(taken)) / sum(weights[source] for source in repeating)
+        ended = {source for source in repeating if limits[source] <= each_weight * weights[source]}
+        for source in ended or repeating:
+            taken[source] = limits[source] if ended else each_weight * weights[source]
+        repeating = repeating - ended if ended else set()
+    return [round(count) for count in taken]
+
+
 def write_html(shown: Sequence[RenderableType], path: Path) -> Path:
     """Write renderables as an HTML page; raises ConfigError when the file cannot be written."""
     import io
@@ -234,7 +296,21 @@ def _printable(words: str) -> str:
     return "".join("↵" if c == "\n" else c if c.isprintable() or c == "\t" else "·" for c in words)
 
 
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return "-" if value is None else f"{value:,}" if isinstance(value, int) else str(value)
+def _abbreviated(words: str) -> str:
+    """The words, or the beginning and end of a long run with the number of characters between them."""
+    left_out = len(words) - SHOWN_CHARACTERS
+    if left_out <= 0:
+        return words
+    head = SHOWN_CHARACTERS * 3 // 4
+    return f"{words[:head]} «{left_out:,} characters left out» {words[head + left_out :]}"
+
+
+def _cell(name: str, row: dict[str, Any]) -> str:
+    value = row[name]
+    if name.startswith("share"):
+        return f"{value:.2%}"
+    if name == "run_epochs":
+        return (f"{value:,.1f}" if value >= 10 else f"{value:.2g}") + (
+            "" if row["epochs"] is None else f" of {row['epochs']:g}"
+        )
+    return f"{value:,}"

@@ -2,6 +2,9 @@
 
 import io
 import json
+import math
+import re
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.cli import main
-from jaxtrain.config import ConfigError, RunConfig, validate
+from jaxtrain.config import ConfigError, RunConfig, replace, validate
+from jaxtrain.data import open_stream, tokens_read
 from jaxtrain.data import preview as room
-from jaxtrain.data.preview import preview, write_html
+from jaxtrain.data.preview import SHOWN_SEQUENCES, Preview, preview, shares_of, write_html
 
 
 @pytest.fixture
@@ -65,6 +69,66 @@ def test_the_text_separates_documents_and_has_no_control_characters(config: RunC
         assert len([c for c, before in zip(colours, [None, *colours], strict=False) if c != before]) == segments.max()
     every = [str(span.style) for row in range(8) for span in seen._sequence(seen.batches[0], row).spans]
     assert any(style.startswith("dim black") for style in every)  # what is not scored
+
+
+def test_borders_and_mask_are_readable_at_80_columns_without_a_terminal(config: RunConfig) -> None:
+    long = "/".join([str(Path(config.data.cache).parent), "x" * 60, "y" * 60, "data[ab].jsonl"])
+    Path(long).parent.mkdir(parents=True)
+    Path(long).write_text("".join(json.dumps({"q": f"ask {i}", "r": "r" * 3}) + "\n" for i in range(9)))
+    chats = [
+        config.data.sources[2].model_dump(mode="json"),
+        {"jsonl": long, "prompt_field": "q", "response_field": "r"},
+    ]
+    seen = preview(replace(config, f"data.sources={json.dumps(chats)}"), 1)
+    console = Console(width=80, file=io.StringIO())
+    console.print(seen.render())
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and not any("..." in line or "…" in line for line in lines)
+    text = "".join(line.strip("│ ") for line in lines)
+    assert f"1  jsonl: {long}".replace(" ", "") in text.replace(" ", "")
+    rows = [line for line in lines if line.startswith("│") and "more sequences" not in line]
+    body = " ".join(line.strip("│ ") for line in rows)
+    shown = seen.batches[0]["segments"][:SHOWN_SEQUENCES]
+    documents = int(shown.max(axis=1).sum())
+    # A mark between neighbours and before the padding; every prompt in brackets, no answer in them.
+    assert body.count("║") == documents - len(shown) + int((shown == 0).any(axis=1).sum())
+    assert body.count("⟦") == body.count("⟧") == documents
+    assert not re.search(r"⟦[^⟧]*(answer|rrr)", body) and not re.search(r"⟧[^⟦║]*(question|ask)", body)
+
+
+def test_a_long_document_is_abbreviated_between_its_ends_with_its_mask(config: RunConfig, tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"q": "begin" + "ab " * 400 + "end?", "r": "yes"}) + "\n")
+    source = {"jsonl": str(tmp_path / "long.jsonl"), "prompt_field": "q", "response_field": "r"}
+    long = replace(config, f"data.sources={json.dumps([source])}", "data.seq_len=2048", "data.overlong=split",
+                   "data.held_out=0", "model.max_seq_len=2048")  # fmt: skip
+    seen = preview(long, 1)
+    text = seen._sequence(seen.batches[0], 0).plain.split(" ║ ")[0]
+    assert text.startswith("0: ⟦beginab ab") and text.endswith("end?⟧yes") and len(text) < 500
+    assert int(re.search(r"«([\d,]+) characters left out»", text).group(1).replace(",", "")) == 5 + 1200 + 4 - 400
+
+
+def test_epochs_of_a_source_over_the_whole_run(config: RunConfig) -> None:
+    assert shares_of(100, [2, 1, 1], [math.inf] * 3) == [50, 25, 25]
+    assert shares_of(100, [2, 1, 1], [10, math.inf, math.inf]) == [10, 45, 45]
+    assert shares_of(100, [2, 1, 1], [10, 20, math.inf]) == [10, 20, 70] and shares_of(100, [1, 1], [9, 5]) == [9, 5]
+    sources = [s.model_copy(update={"epochs": 2.0 if i == 1 else None}) for i, s in enumerate(config.data.sources)]
+    data = config.data.model_copy(update={"sources": sources, "overlong": "split"})
+    run = config.model_copy(update={"data": data, "train": config.train.model_copy(update={"steps": 60})})
+    seen = preview(run, 60)
+    # The estimate agrees with what the stream reads in as many steps.
+    with closing(open_stream(seen.corpus.train, run)) as stream:
+        for _ in range(60):
+            next(stream)
+        actual = tokens_read(stream.get_state())
+    report = seen.to_json()
+    epochs = [tokens / row["tokens_an_epoch"] for tokens, row in zip(actual, report["sources"], strict=True)]
+    np.testing.assert_allclose([row["run_epochs"] for row in report["sources"]], epochs, rtol=0.05, atol=0.2)
+    assert report["sources"][1]["run_epochs"] == 2 and report["run_tokens"] == pytest.approx(sum(actual), rel=0.02)
+    once = [source.model_copy(update={"epochs": 1.0}) for source in sources]
+    short = run.model_copy(update={"data": data.model_copy(update={"sources": once})})
+    console = Console(width=80, file=io.StringIO())
+    console.print(Preview(short, seen.corpus, seen.pieces, seen.phases, [], seen.measured).render())
+    assert "it will stop with an error" in " ".join(console.file.getvalue().split())
 
 
 def test_verb_prints_json_and_writes_plot_and_page(config: RunConfig, tmp_path: Path, capsys) -> None:
