@@ -1,6 +1,6 @@
 """How a configuration lies on a mesh, without the devices: tables for the shell, figures for a notebook.
 
-from jaxtrain.config import load_config
+from jaxtrain.config import load_config, named_cluster
 from jaxtrain.inspect import inspect
 inspect(load_config("models/llama3_8b", ["mesh.tensor=8", "rules.preset=[tensor, fsdp]"]), cluster="h100_8x8").print()
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from rich.console import Console
 
-from jaxtrain.config import AXES, ConfigError, RunConfig, diff_configs, load_config, nearest, replace, to_tree
+from jaxtrain.config import AXES, ConfigError, RunConfig, diff_configs, named_cluster, nearest, replace, to_tree
 from jaxtrain.mesh.layout import PARTS, Layout, bytes_per_device, flatten_paths, local_shape
 from jaxtrain.mesh.param import Param, spec_axes
 from jaxtrain.mesh.resolution import Reason
@@ -52,8 +51,7 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
     whatever training would refuse: sizes, groups that span domains, rules, batch arithmetic.
     """
     if cluster is not None:
-        path = cluster if Path(cluster).suffix else f"clusters/{cluster}"
-        config = config.model_copy(update={"cluster": load_config(path).cluster})
+        config = config.model_copy(update={"cluster": named_cluster(cluster)})
     machine = config.cluster
     if devices is not None and devices < 1:
         raise ConfigError(f"devices is {devices}: describe at least one")

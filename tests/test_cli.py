@@ -1,4 +1,4 @@
-"""Bad input: exit status 2, one message, nothing half-written."""
+"""The command line: bad input (exit status 2, one message, nothing half-written), help, suggestions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ import pytest
 import yaml
 
 from jaxtrain.cli import main, split_overrides
+from jaxtrain.cli.main import VERBS, help_of
+from jaxtrain.cli.train import default_run
+from jaxtrain.config import ConfigError, RunConfig, dump_config, load_config
+from jaxtrain.config.suggest import SYNONYMS, setting_keys, suggest_key
 
 
 @pytest.fixture
@@ -42,7 +46,7 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("--model.n_layer=3", "unknown setting model.n_layer (did you mean n_layers?)"),
+        ("--model.n_layer=3", "unknown setting model.n_layer (did you mean model.n_layers?)"),
         ("--train.steps=many", "train.steps is 'many'"),
         ("--mesh.tensor=3", "tensor 3 x seq 1 x expert 1 = 3 does not divide 8 devices"),
         ("--train.global_batch=12", "train.global_batch 12 does not divide"),
@@ -91,3 +95,84 @@ def test_missing_config_names_the_shipped_ones(capsys: pytest.CaptureFixture[str
 def test_overrides_in_every_spelling() -> None:
     words = ["--mesh.data", "-1", "run.yaml", "--a.b=c d", "--json", "--rules.mlp", "null"]
     assert split_overrides(words) == (["run.yaml", "--json"], ["mesh.data=-1", "a.b=c d", "rules.mlp=null"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "no verb; verbs: train, launch"),
+        ("trian tiny", "'trian' is not a verb (did you mean train?)"),
+        ("train", "required: CONFIG"),
+        ("train tiny --lr 3e-4", "train has no option --lr (did you mean --optimizer.learning_rate?)"),
+        ("train --batch-size 4 tiny", "no option --batch-size (did you mean --train.global_batch?)"),
+        ("train tiny --proceses 2", "(did you mean --processes?)"),
+        ("train tiny --train.lr 1", "unknown setting train.lr (did you mean optimizer.learning_rate?)"),
+        ("train tiny --trian.steps 1", "unknown setting trian.steps (did you mean train.steps?)"),
+        ("train tiny --parallel.tp 2", "unknown setting parallel.tp (did you mean mesh.tensor?)"),
+        ("train tiny --train.steps", "--train.steps has no value"),
+        ("train tiny --train.steps --json", "--train.steps has no value"),
+        ("train tiny train.steps=4", "write --train.steps=4 to override a setting"),
+        ("inspect tiny tiny", "'tiny' is one argument too many"),
+        ("inspect tiny --devices true", "--devices 'true': input should be a valid integer"),
+        ("inspect tiny --devices", "--devices: expected one argument"),
+        ("inspect tiny --cluster h100_8", "'h100_8' is unknown (did you mean h100_8x8?)"),
+        ("inspect tiny --devices 8 --picture /nowhere/mesh.png", "--picture /nowhere/mesh.png cannot be written"),
+        ("inspect llama3_8", "config file llama3_8 does not exist (did you mean llama3_8b"),
+        ("compile tiny --target gpu", "--target 'gpu': input should be 'cuda', 'cpu' or 'tpu'"),
+        ("generate runs/x", "required: --prompt"),
+    ],
+)
+def test_a_wrong_command_line_is_one_message(capsys: pytest.CaptureFixture[str], words: str, message: str) -> None:
+    assert main(words.split()) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.out == ""
+    assert len(captured.err.splitlines()) == 1 and len(captured.err) < 250
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_shows_every_argument_overrides_and_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.strip() == help_of(verb).strip()
+    for name, field in VERBS[verb].__pydantic_fields__.items():
+        assert field.description, f"{verb}.{name} has no documentation"
+        assert f"--{name.replace('_', '-')}" in text or name in ("config", "run", "directory")
+    assert "--optimizer.learning_rate=3e-4" in text and f"jaxtrain {verb}" in text.partition("example:")[2]
+    assert ("llama3_70b_pipe" in text) == ("config" in VERBS[verb].__pydantic_fields__)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {verb} " in text for verb in VERBS)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("jaxtrain 0.")
+
+
+def test_suggestions_name_settings_that_exist() -> None:
+    keys = set(setting_keys(RunConfig))
+    assert keys >= SYNONYMS.keys()
+    for key, names in SYNONYMS.items():
+        for name in names.split():
+            assert suggest_key(name, RunConfig) == key
+    assert suggest_key("data.length", RunConfig) == "data.seq_len"
+    assert suggest_key("train.seq_len", RunConfig) == "data.seq_len"
+    assert suggest_key("qqqqqq", RunConfig) is None
+
+
+def test_a_run_directory_as_config_is_resumed(tmp_path: Path) -> None:
+    run = tmp_path / "q"
+    run.mkdir()
+    with pytest.raises(ConfigError, match=r"q is a folder without config\.yaml"):
+        load_config(run)
+    (run / "config.yaml").write_text(dump_config(load_config("tiny", ["train.steps=7"])))
+    (run / "environment.json").write_text("{}")
+    assert load_config(run).train.steps == 7
+    assert default_run(str(run)) == default_run(str(run / "config.yaml")) == run
+    assert default_run("configs/tiny.yaml") == default_run("tiny") == Path("runs/tiny")
+
+
+def test_the_plot_of_the_mesh(tmp_path: Path) -> None:
+    assert main(["inspect", "tiny", "--devices", "8", "--picture", str(tmp_path / "mesh.png"), "--json"]) == 0
+    assert (tmp_path / "mesh.png").read_bytes().startswith(b"\x89PNG")

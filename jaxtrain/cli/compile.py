@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxtrain.cli.output import print_json
 from jaxtrain.cli.verb import VERB, Config, Verb
-from jaxtrain.config import load_config
+from jaxtrain.config import load_config, named_cluster
 
 
 @dataclass(frozen=True, config=VERB)
@@ -23,7 +23,7 @@ class Compile(Verb):
     """
 
     config: Config
-    """YAML file, or the name of a shipped configuration."""
+    """YAML file, name of a shipped configuration, or a run directory."""
     cluster: str | None = None
     """A described cluster, such as h100_8x8 (configs/clusters), or a YAML file; default that of CONFIG."""
     devices: int | None = None
@@ -43,7 +43,7 @@ class Compile(Verb):
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Compile, print; overrides apply to both configurations of a diff."""
-        from jaxtrain.program.compile import compile_for, named_cluster
+        from jaxtrain.program.compile import compile_for
         from jaxtrain.report.compiled import fit_line, print_compiled, print_compiled_diff
         from jaxtrain.report.page import write_page
 

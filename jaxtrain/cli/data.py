@@ -19,7 +19,7 @@ class Data(Verb):
     """Show what a run will read: batches as text, fill rate, lengths, shares of the sources, speed of the loader."""
 
     config: Config
-    """YAML file, or the name of a shipped configuration."""
+    """YAML file, name of a shipped configuration, or a run directory."""
     batches: int = 2
     """Batches shown as text, one colour per document. Default 2."""
     picture: Path | None = None

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from pydantic.dataclasses import dataclass
 from rich.console import Console
 
-from jaxtrain.cli.output import print_json
+from jaxtrain.cli.output import print_json, save_figure, save_text
 from jaxtrain.cli.verb import VERB, Config, Verb
 from jaxtrain.config import ConfigError, load_config
 
@@ -19,7 +19,7 @@ class Inspect(Verb):
     """Show how a configuration is sharded over a mesh. The devices need not exist."""
 
     config: Config
-    """YAML file, or the name of a shipped configuration."""
+    """YAML file, name of a shipped configuration, or a run directory."""
     devices: int | None = None
     """Number of devices; default those of --cluster, or of this machine."""
     cluster: str | None = None
@@ -30,6 +30,8 @@ class Inspect(Verb):
     """Show the schedule of the pipeline instead: work of each stage, bubble, memory."""
     schedule_svg: Path | None = None
     """Write a plot of the schedule to this SVG file."""
+    picture: Path | None = None
+    """Write a plot of the devices and their mesh coordinates to this file (.png, .svg or .pdf)."""
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -43,6 +45,8 @@ class Inspect(Verb):
 
         before = inspect(load_config(self.config, overrides), self.devices, self.cluster)
         shown: Any = before.diff(*self.diff) if self.diff else before
+        if self.picture:
+            save_figure(before.plot_mesh(), self.picture)
         if self.json:
             print_json(shown.to_json())
         else:
@@ -52,11 +56,11 @@ class Inspect(Verb):
     def _show_schedule(self, overrides: Sequence[str]) -> int:
         from jaxtrain.inspect import inspect_schedule
 
-        if self.diff:
-            raise ConfigError("--diff compares layouts: leave it out beside --schedule")
+        if self.diff or self.picture:
+            raise ConfigError("--diff and --picture show layouts: leave them out beside --schedule")
         schedule = inspect_schedule(load_config(self.config, overrides), self.devices, self.cluster)
         if self.schedule_svg:
-            self.schedule_svg.write_text(schedule.svg())
+            save_text(schedule.svg(), self.schedule_svg, "--schedule-svg")
         if self.json:
             print_json(schedule.to_json())
         else:

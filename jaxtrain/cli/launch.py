@@ -19,9 +19,9 @@ class Launch(Verb):
     """Train a run in several processes on this machine, or join one process by hand or under Slurm."""
 
     config: Config
-    """YAML file, or the name of a shipped configuration."""
+    """YAML file, name of a shipped configuration, or a run directory, which is resumed."""
     run: Path | None = None
-    """Run directory; default runs/CONFIG."""
+    """Run directory; default runs/CONFIG, or CONFIG if that is a run directory."""
     processes: int | None = None
     """Processes to start here; with --process-id, processes of the whole job."""
     devices_per_process: int | None = None

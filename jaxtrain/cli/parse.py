@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import re
 import textwrap
@@ -12,7 +13,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic import ValidationError
 
 from jaxtrain.cli.verb import Positional, Verb
-from jaxtrain.config import ConfigError, nearest
+from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config.suggest import suggest_key
 from jaxtrain.config.values import Plain, read_value, union_branches
 
 
@@ -97,8 +99,11 @@ def _unknown(name: str, kind: type[Verb], word: str) -> str:
             return f"{word!r} is not understood: write --{word} to override a setting"
         return f"{word!r} is one argument too many ({more})"
     option = word.partition("=")[0]
-    options = [_option(key) for key, field in kind.__pydantic_fields__.items() if not field.is_required()]
-    return f"{name} has no option {option}{nearest(option, options)}; {more}"
+    options = [_option(key) for key in kind.__pydantic_fields__]
+    close = difflib.get_close_matches(option, options, n=1, cutoff=0.75)
+    setting = None if close else suggest_key(option.removeprefix("--"), RunConfig)
+    near = close[0] if close else setting and f"--{setting}"
+    return f"{name} has no option {option}" + (f" (did you mean {near}?)" if near else "") + f"; {more}"
 
 
 def _read(value: Any, annotation: Any) -> Any:

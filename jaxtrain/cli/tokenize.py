@@ -19,7 +19,7 @@ class Tokenize(Verb):
     """Write the sources of a configuration as token shards. The same command again continues after a kill."""
 
     config: Config
-    """YAML file, or the name of a shipped configuration."""
+    """YAML file, name of a shipped configuration, or a run directory."""
     out: Path
     """Folder of the shards, with tokens.json and tokenizer.json; a source names it as tokens or arrayrecord."""
     format: Literal["bin", "arrayrecord"] = "bin"

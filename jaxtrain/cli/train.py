@@ -10,17 +10,17 @@ from pydantic.dataclasses import dataclass
 
 from jaxtrain.cli.output import print_json
 from jaxtrain.cli.verb import VERB, Config, Verb
-from jaxtrain.config import load_config
+from jaxtrain.config import is_run, load_config
 
 
 @dataclass(frozen=True, config=VERB)
 class Train(Verb):
-    """Train a run to its last step. The same command again resumes it."""
+    """Train a run to its last step. The same command again resumes it, and so does a run directory as CONFIG."""
 
     config: Config
-    """YAML file, or the name of a shipped configuration."""
+    """YAML file, name of a shipped configuration, or a run directory, which is resumed."""
     run: Path | None = None
-    """Run directory; default runs/CONFIG."""
+    """Run directory; default runs/CONFIG, or CONFIG if that is a run directory."""
     coordinator: str | None = None
     """HOST:PORT on which process 0 listens; with --processes and --process-id, this process joins the job by hand."""
     processes: int | None = None
@@ -48,5 +48,8 @@ class Train(Verb):
 
 
 def default_run(config: str) -> Path:
-    """The run directory of a configuration that names none."""
-    return Path("runs") / Path(config).stem
+    """The run directory of a configuration: a run directory itself (or that of its config.yaml), else runs/CONFIG."""
+    path = Path(config)
+    if is_run(path):
+        return path if path.is_dir() else path.parent
+    return Path("runs") / path.stem

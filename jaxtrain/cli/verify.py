@@ -23,7 +23,7 @@ class Verify(Verb):
     """
 
     config: Annotated[str | None, Positional("CONFIG")] = None
-    """YAML file, or the name of a shipped configuration; none with --reference."""
+    """YAML file, name of a shipped configuration, or a run directory; none with --reference."""
     devices: int = 8
     """Number of devices, simulated if there are fewer. Default 8."""
     layouts: str = "all"

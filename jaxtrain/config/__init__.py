@@ -6,7 +6,9 @@ from jaxtrain.config.load import (
     CONFIG_ROOT,
     diff_configs,
     dump_config,
+    is_run,
     load_config,
+    named_cluster,
     replace,
     to_tree,
     validate,
@@ -37,5 +39,6 @@ __all__ = [
     "DataConfig", "EvalConfig", "MeshConfig", "MlaConfig", "ModelConfig", "MoeConfig", "ObserveConfig",
     "OptimizerConfig", "PhaseConfig", "PipelineConfig", "PrecisionConfig", "Registry", "RematConfig", "RopeConfig",
     "RulesConfig", "RunConfig", "SourceConfig", "TokenizerConfig", "TrainConfig", "diff_configs", "dump_config",
-    "load_config", "nearest", "replace", "to_tree", "validate",
+    "is_run",
+    "load_config", "named_cluster", "nearest", "replace", "to_tree", "validate",
 ]  # fmt: skip

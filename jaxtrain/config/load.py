@@ -11,19 +11,42 @@ from pydantic import ValidationError
 
 from jaxtrain.config.aliases import migrate, migrate_value, new_key
 from jaxtrain.config.errors import ConfigError, nearest
-from jaxtrain.config.settings import RunConfig
+from jaxtrain.config.settings import ClusterConfig, RunConfig
+from jaxtrain.config.suggest import suggest_key
 from jaxtrain.config.values import NULLS, Plain, dump_yaml, find_annotation, parse_override, parse_yaml, read_number
 
 CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
+RUN_FILE = "config.yaml"
+"""Settings of a run, in its directory."""
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), hints: bool = True) -> RunConfig:
     """Read a YAML file (its `base:` files merged below it), apply `section.key=value` overrides, validate.
 
-    `hints=False` reads old names of settings silently, for files that jaxtrain wrote. Raises ConfigError naming the
-    setting, the value and the nearest right key.
+    The name of a shipped configuration (such as tiny) and a run directory are accepted for `path`. `hints=False` reads
+    old names of settings silently, for files that jaxtrain wrote. Raises ConfigError naming the setting, the value and
+    the nearest right key.
     """
+    hints = hints and not is_run(path)
     return validate(apply_overrides(read_yaml(Path(path), hints=hints), overrides), source=str(path))
+
+
+def named_cluster(name: str | Path, overrides: Iterable[str] = ()) -> ClusterConfig:
+    """The cluster of a YAML file or of a name in configs/clusters; raises ConfigError with the nearest name."""
+    if Path(name).suffix:
+        return load_config(name, overrides).cluster
+    known = sorted(path.stem for path in (CONFIG_ROOT / "clusters").glob("*.yaml"))
+    if str(name) not in known:
+        raise ConfigError(
+            f"cluster {str(name)!r} is unknown{nearest(str(name), known)}; clusters: {', '.join(known)}, or a YAML file"
+        )
+    return load_config(Path("clusters") / name, overrides).cluster
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a path is a run directory, or its config.yaml."""
+    folder = Path(path).parent if Path(path).name == RUN_FILE else Path(path)
+    return (folder / RUN_FILE).is_file() and (folder / "environment.json").is_file()
 
 
 def read_yaml(path: Path, seen: tuple[Path, ...] = (), hints: bool = True) -> dict[str, Any]:
@@ -128,11 +151,15 @@ def _bases(path: Path, bases: Any) -> list[str]:
 
 
 def _find(path: Path) -> Path:
-    for candidate in (path, path.with_suffix(".yaml"), CONFIG_ROOT / path, CONFIG_ROOT / path.with_suffix(".yaml")):
+    shipped = CONFIG_ROOT / path, CONFIG_ROOT / path.with_suffix(".yaml")
+    for candidate in (path, path.with_suffix(".yaml"), *shipped, path / RUN_FILE):
         if candidate.is_file():
             return candidate.resolve()
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder without {RUN_FILE}: name a YAML file, a run directory or a shipped one")
     known = sorted(str(p.relative_to(CONFIG_ROOT)) for p in CONFIG_ROOT.rglob("*.yaml"))
-    raise ConfigError(f"config file {path} does not exist{nearest(path.name, known)}; shipped: {', '.join(known)}")
+    near = nearest(path.name, known) or nearest(path.name, [Path(name).stem for name in known])
+    raise ConfigError(f"config file {path} does not exist{near}; jaxtrain --help lists the shipped configurations")
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,7 +186,14 @@ def _explain(entry: Any) -> str:
     loc = entry["loc"]
     name = ".".join(str(part) for part in loc)
     if entry["type"] == "extra_forbidden":
-        return f"unknown setting {name}{nearest(str(loc[-1]), _keys_at(loc[:-1]))}"
+        # Of an unknown section, the setting in it is what was meant.
+        inner = (
+            f".{next(iter(entry['input']))}"
+            if len(loc) == 1 and isinstance(entry["input"], dict) and entry["input"]
+            else ""
+        )
+        near = suggest_key(".".join(str(part) for part in loc if not isinstance(part, int)) + inner, RunConfig)
+        return f"unknown setting {name}{inner}" + (f" (did you mean {near}?)" if near else "")
     if entry["type"] == "missing":
         return f"{name} is not set and has no default: set it"
     if entry["type"] in ("model_type", "dict_type"):
@@ -167,14 +201,3 @@ def _explain(entry: Any) -> str:
     if entry["type"] == "value_error":
         return str(entry["ctx"]["error"])
     return f"{name} is {entry['input']!r}: {entry['msg'][0].lower()}{entry['msg'][1:]}"
-
-
-def _keys_at(loc: tuple[Any, ...]) -> list[str]:
-    model: Any = RunConfig
-    for part in loc:
-        if isinstance(part, int):
-            continue
-        annotation = model.model_fields[part].annotation
-        args = [a for a in getattr(annotation, "__args__", ()) if hasattr(a, "model_fields")]
-        model = annotation if hasattr(annotation, "model_fields") else args[0]
-    return list(model.model_fields)

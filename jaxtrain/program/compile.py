@@ -11,14 +11,13 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from jaxtrain.config import CONFIG_ROOT, ClusterConfig, ConfigError, RunConfig, load_config, nearest, to_tree
+from jaxtrain.config import ClusterConfig, ConfigError, RunConfig, named_cluster, nearest, to_tree
 from jaxtrain.observe.flops import kernel_flops, peak_flops, training_flops
 from jaxtrain.program.buffers import PeakMemory, find_peak
 from jaxtrain.program.cards import cluster_target
@@ -72,18 +71,6 @@ def compile_for(
         text = Path(folder, "program.txt").read_text(encoding="utf-8")
         dumps = _dumped(Path(folder), "live-range"), _dumped(Path(folder), "buffer-assignment")
     return make_report(config, request, answer, text, stderr, dumps)
-
-
-def named_cluster(name: str | Path, overrides: Iterable[str] = ()) -> ClusterConfig:
-    """The cluster of a YAML file or of a name in configs/clusters; raises ConfigError with the nearest name."""
-    if Path(name).suffix:
-        return load_config(name, overrides).cluster
-    known = sorted(path.stem for path in (CONFIG_ROOT / "clusters").glob("*.yaml"))
-    if name not in known:
-        raise ConfigError(
-            f"cluster {str(name)!r} is unknown{nearest(str(name), known)}; clusters: {', '.join(known)}, or a YAML file"
-        )
-    return load_config(Path("clusters") / name, overrides).cluster
 
 
 def make_request(config: RunConfig, devices: int | None, target: Target) -> dict[str, Any]:

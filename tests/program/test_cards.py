@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.config import ClusterConfig, ConfigError
+from jaxtrain.config import ClusterConfig, ConfigError, named_cluster
 from jaxtrain.observe.flops import PEAKS
 from jaxtrain.program.cards import CARDS, cluster_target
-from jaxtrain.program.compile import named_cluster
 
 CLUSTERS = ["a100_8x8", "b200_8x8", "gb200_nvl72", "gb300_nvl72", "h100_8x8", "h200_8x8"]
 

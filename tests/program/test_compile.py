@@ -19,10 +19,10 @@ from rich.console import Console
 
 import jaxtrain
 from jaxtrain.cli import main
-from jaxtrain.config import ConfigError, RunConfig, dump_config, load_config, replace, validate
+from jaxtrain.config import ConfigError, RunConfig, dump_config, load_config, named_cluster, replace, validate
 from jaxtrain.observe.flops import training_flops
 from jaxtrain.program import compile as plan
-from jaxtrain.program.compile import compile_for, make_request, named_cluster, run_worker
+from jaxtrain.program.compile import compile_for, make_request, run_worker
 from jaxtrain.program.report import ProgramReport
 from jaxtrain.report.compiled import compiled_diff_rows, print_compiled, proof_lines
 from jaxtrain.report.page import page
