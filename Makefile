@@ -1,4 +1,4 @@
-# make train | test | lint | prove | report | setup [ACCELERATOR=cuda13] | setup-plan; everything lives in .venv.
+# make train | test | lint | prove | report | docs | setup [ACCELERATOR=cuda13] | setup-plan; everything lives in .venv.
 SHELL := /bin/bash
 ACCELERATOR ?= cpu
 PY := .venv/bin/python
@@ -8,7 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12; do \
 RUN ?= runs/tiny
 ARGS ?=
 
-.PHONY: setup setup-plan train test lint prove report clean
+.PHONY: setup setup-plan train test lint prove report docs docs-plots clean
 
 setup: .venv/ready-$(ACCELERATOR)
 
@@ -48,10 +48,17 @@ prove: .venv/ready-dev .venv/ready-plan
 report: .venv/ready-plan
 	$(PY) tools/report.py $(ARGS)
 
+# The site opens from files: site/index.html.
+docs: .venv/ready-dev
+	$(PY) -m mkdocs build --strict --quiet
+
+docs-plots: .venv/ready-$(ACCELERATOR)
+	$(PY) tools/docs/plots.py
+
 lint: .venv/ready-dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy jaxtrain tools/bench tools/report.py
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv runs site .pytest_cache .mypy_cache .ruff_cache

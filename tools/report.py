@@ -42,14 +42,16 @@ Written by `make report` (`tools/report.py`): the train step of {models} compile
 for {cluster} ({devices} x {card}, jax {version}, {target}), full remat, bfloat16. Nothing was run on such a cluster.
 
 Peak is of one device, against the card's {memory} GiB. FLOPs are those of matmuls, against the model's by the formula
-of `jaxtrain/observe/flops.py` with full scores. Bytes are what one device sends in one update inside its fast domain
+of `jaxtrain/observe/flops.py` with full scores. Bytes are what one device sends in one step inside its fast domain
 and across domains; covered is the share of their transfer time, at the links' published speed, behind matmuls scheduled
-between start and done. Rows of an update: {rows}.
+between start and done. Batch of a step: {rows}.
 
-Attention runs in tokamax' kernel, whose FLOPs do not stand in the program and are not counted among the executed ones.
-Where a program does not fit its FLOPs rise, presumably because the compiler then recomputes by itself.
-GPT-2's 12 heads do not divide by 8: its attention and the projections around it run whole on each device of a tensor
-group.
+Sequences per replica in a microbatch: {microbatches}; the rest is accumulated.
+
+Attention runs in tokamax' kernel, whose FLOPs the program does not contain: they are not counted as executed.
+Where a program does not fit, its FLOPs rise, presumably because the compiler recomputes.
+8 does not divide GPT-2's 12 heads: each device of a tensor group computes its whole attention and the projections
+around it.
 
 {table}
 """
@@ -122,6 +124,7 @@ def main() -> int:
         target=arguments.target,
         memory=gib(first.memory.card or 0),
         rows=", ".join(f"{name} {' '.join(MODELS[name])}" for name in arguments.models),
+        microbatches=", ".join(f"{name} {MICROBATCH[name]}" for name in arguments.models),
         table="\n".join([HEAD, *map(str, rows)]),
     )
     arguments.out.write_text(text, encoding="utf-8")

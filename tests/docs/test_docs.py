@@ -1,0 +1,164 @@
+"""The documentation: links, commands, configurations and code of its pages; the reference of settings is complete."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jaxtrain.cli import main, split_overrides
+from jaxtrain.config import CONFIG_ROOT, RunConfig, load_config
+from jaxtrain.config.aliases import KEYS
+from jaxtrain.config.values import find_annotation
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools" / "docs"))
+
+from messages import literals, messages
+from settings_reference import settings, settings_markdown
+
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str, pages: list[Path] = PAGES) -> Iterator[Any]:
+    for page in pages:
+        for i, found in enumerate(FENCE.finditer(page.read_text(encoding="utf-8"))):
+            if found[2] == language:
+                yield pytest.param(found[3], id=f"{page.name}-{i}")
+
+
+def commands() -> Iterator[Any]:
+    for param in blocks("bash"):
+        for line in param.values[0].replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            starts = [i for i, word in enumerate(words) if word == "jaxtrain"]
+            if starts:
+                yield pytest.param(words[starts[0] + 1 :], id=line.strip()[:80])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_files_exist(page):
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    made = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+    for target in targets:
+        path = target.partition("#")[0]
+        if path and "://" not in target:
+            found = ROOT / made[path] if page.parent.name == "docs" and path in made else page.parent / path
+            assert found.exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_yaml_blocks_are_configurations(text, tmp_path):
+    tree = yaml.safe_load(text)
+    bases = tree.get("base", [])
+    tree["base"] = [str(CONFIG_ROOT / base) for base in ([bases] if isinstance(bases, str) else bases)]
+    (tmp_path / "block.yaml").write_text(yaml.safe_dump(tree))
+    load_config(tmp_path / "block.yaml")
+    assert not old_names(tree)
+
+
+def old_names(tree: Any, prefix: str = "") -> list[str]:
+    """Settings under a name that is accepted for old files only."""
+    if isinstance(tree, list):
+        return [name for item in tree for name in old_names(item, prefix)]
+    if not isinstance(tree, dict):
+        return []
+    found = [f"{prefix}{key}" for key in tree if f"{prefix}{key}" in KEYS]
+    return found + [name for key, value in tree.items() for name in old_names(value, f"{prefix}{key}.")]
+
+
+@pytest.mark.parametrize("words", commands())
+def test_commands_parse(words, capsys, monkeypatch):
+    rest, overrides = split_overrides(words)
+    for override in overrides:
+        key = override.partition("=")[0]
+        assert find_annotation(RunConfig, key) is not None and key not in KEYS, override
+    if len(rest) > 1 and (CONFIG_ROOT.parent / rest[1]).is_file() or (CONFIG_ROOT / f"{rest[-1]}.yaml").is_file():
+        load_config(rest[1], overrides)
+    # The parser checks every word before it prints the help; an unknown verb or option is an error.
+    status = parse(rest)
+    assert status == 0, capsys.readouterr().err
+
+
+def parse(words: list[str]) -> int:
+    from jaxtrain.cli.main import VERBS
+    from jaxtrain.cli.parse import parse_verb
+
+    if words[0] in ("VERB", "--version"):
+        return main(["--version"])
+    if words[1:] != ["--help"]:
+        parse_verb(words[0], VERBS[words[0]], words[1:])
+    return 0
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_python_blocks_compile(text):
+    compile(text, "<docs>", "exec")
+
+
+def test_the_reference_has_every_setting():
+    schema = RunConfig.model_json_schema()
+
+    def leaves(node: dict[str, Any], prefix: str) -> Iterator[str]:
+        for key, value in node["properties"].items():
+            name = f"{prefix}{key}"
+            for target in [value, *value.get("allOf", []), *value.get("anyOf", []), value.get("items", {})]:
+                if "$ref" in target:
+                    break
+            else:
+                yield name
+                continue
+            section = schema["$defs"][target["$ref"].rpartition("/")[2]]
+            if "items" in value:
+                yield name
+            yield from leaves(section, f"{name}[]." if "items" in value else f"{name}.")
+
+    expected = list(leaves(schema, ""))
+    assert [setting.name for setting in settings()] == expected
+    page = settings_markdown()
+    assert page.count("\n| `") - page.partition("## Old names")[2].count("\n| `") == len(expected)
+    assert all(setting.text for setting in settings() if setting.name != "xla[].")
+
+
+def test_quoted_errors_exist_in_the_code():
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8").partition("## Every message")[0]
+    quoted = [row for row in re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)]
+    known = [re.sub(r"\{\}", "...", text) for text in [*(one.text for one in messages()), *literals()]]
+    for beginning in quoted:
+        parts = [part.strip() for part in beginning.split("...") if part.strip()]
+        assert any(in_order(parts, text) for text in known), beginning
+    assert len(messages()) > 150
+
+
+def in_order(parts: list[str], text: str) -> bool:
+    """Whether `parts` occur in `text`, one after another."""
+    at = 0
+    for part in parts:
+        at = text.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
+
+
+def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config as load_site
+
+    config = load_site(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True)
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) >= 20
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r'(?:src|<link[^>]+href)="(?:https?:)?//[^"]+"', text), page.name
+        assert "<!-- generated" not in text
