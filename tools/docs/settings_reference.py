@@ -86,7 +86,7 @@ def settings_markdown() -> str:
     parts += ["## xla", _table(top, "")] if top else []
     old = [f"| `{was}` | `{now}` |" for was, now in KEYS.items()]
     old += [f"| `{key}: {was}` | `{key}: {now}` |" for key, values in VALUES.items() for was, now in values.items()]
-    head = "Accepted with a hint on stderr; see the changelog for the version that refuses them.\n\n| old | new |\n|---|---|"
+    head = "Accepted with a hint on stderr; the changelog says until which version.\n\n| old | new |\n|---|---|"
     return "\n\n".join([*parts, "## Old names", "\n".join([head, *old])]) + "\n"
 
 
