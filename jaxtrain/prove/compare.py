@@ -10,7 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.config import OptimizerConfig
 from jaxtrain.mesh.layout import flatten_paths
+from jaxtrain.prove.adamw import adam_moments, parameter_limits
 from jaxtrain.prove.measure import Outcome
 
 Tree = Any
@@ -19,7 +21,8 @@ BOUNDS = {"gradient": 2e-5, "masked": 0.0, "sum": 1e-5, "metric": 2e-5, "moment"
 """Largest relative error of each kind of leaf, in the order in which failures are reported. Integers must be equal.
 
 Gradients are those of the initial weights. The later kinds follow chained steps. The error of a parameter is that of
-its change since initialisation, in which Adam divides rounding errors by the root of a second moment.
+its change since initialisation. Under AdamW its bound is not the constant, but follows from the errors of the moments
+(`parameter_limits`), since Adam divides rounding errors by the root of a second moment.
 """
 FLOOR = 1e-3
 """A leaf's error is relative to at least this share of the largest leaf of its kind."""
@@ -32,17 +35,21 @@ LAYOUT_METRICS = {"fill", "loss_scale", "traffic", "expert_traffic"}
 
 @dataclass(frozen=True)
 class Check:
-    """The largest relative error of one leaf, at the initial state (step 0) or after `step` steps."""
+    """The largest relative error of one leaf, at the initial state (step 0) or after `step` steps.
+
+    `limit` replaces the bound of the kind. Then `error` is that of the element that exceeds its own limit most.
+    """
 
     kind: str
     leaf: str
     error: float
     step: int = 0
+    limit: float | None = None
 
     @property
     def bound(self) -> float:
         """The largest error that passes."""
-        return BOUNDS[self.kind]
+        return BOUNDS[self.kind] if self.limit is None else self.limit
 
     @property
     def passed(self) -> bool:
@@ -55,15 +62,26 @@ class Check:
         return math.inf if math.isnan(self.error) else self.error / max(self.bound, 1e-30)
 
 
-def compare(got: Outcome, want: Outcome, initial: Tree) -> list[Check]:
-    """One check for every leaf of `want`. Both outcomes start from the state `initial`."""
+def compare(got: Outcome, want: Outcome, initial: Tree, optimizer: OptimizerConfig | None = None) -> list[Check]:
+    """One check for every leaf of `want`. Both outcomes start from the state `initial`.
+
+    optimizer: if it is adamw, bounds of parameters follow from the moments.
+    """
     zero = _zero_gradients(want.gradients or got.gradients)
+    limits: list[dict[str, np.ndarray]] | None = None
+    if optimizer is not None and optimizer.name == "adamw":
+        moment_errors = [_moment_errors(state["opt"], zero) for state in want.states]
+        limits = parameter_limits(optimizer, got, want, moment_errors)
     checks = [Check("masked", leaf, math.inf) for leaf in got.mask_leaks]
     for batch, gradient in enumerate(want.gradients):
         checks += _leaf_checks("gradient", got.gradients[batch], gradient, zero)
         checks += _value_checks("sum", got.sums[batch], _layout_independent(want.sums[batch]))
     for step in range(len(want.states)):
-        checks += (replace(check, step=step + 1) for check in _step_checks(got, want, initial, step, zero))
+        of_step = [
+            *_optimizer_checks(got, want, initial, step, zero),
+            *_parameter_checks(got, want, initial, step, zero, limits),
+        ]
+        checks += (replace(check, step=step + 1) for check in of_step)
     return checks
 
 
@@ -80,16 +98,34 @@ def first_failure(checks: Iterable[Check]) -> Check | None:
     )
 
 
-def _step_checks(got: Outcome, want: Outcome, initial: Tree, step: int, zero: Collection[str]) -> Iterator[Check]:
+def _optimizer_checks(got: Outcome, want: Outcome, initial: Tree, step: int, zero: Collection[str]) -> Iterator[Check]:
     yield from _value_checks("metric", got.metrics[step], _layout_independent(want.metrics[step]))
     have, wanted = got.states[step], want.states[step]
     yield from _value_checks("metric", have, {name: wanted[name] for name in ("steps", "tokens")})
     opt = _arrays(have["opt"])
     for moments in _by_moment(wanted["opt"], _arrays(initial["params"])):
         yield from _leaf_checks("moment", opt, moments, zero)
-    yield from _leaf_checks(
-        "parameter", _change(have["params"], initial["params"]), _change(wanted["params"], initial["params"]), zero
-    )
+
+
+def _parameter_checks(
+    got: Outcome,
+    want: Outcome,
+    initial: Tree,
+    step: int,
+    zero: Collection[str],
+    limits: list[dict[str, np.ndarray]] | None,
+) -> Iterator[Check]:
+    """Checks of the changes since initialisation, by element if there are limits."""
+    have, wanted = (_arrays(_change(outcome.states[step]["params"], initial["params"])) for outcome in (got, want))
+    for name, scale in _scales(wanted, zero).items():
+        leaf = have.get(name)
+        if limits is None or leaf is None or leaf.shape != wanted[name].shape:
+            yield Check("parameter", name, _relative_error(leaf, wanted[name], scale))
+            continue
+        difference, limit = np.abs(leaf - wanted[name]).ravel(), limits[step][name].ravel()
+        worst = int(np.argmax(difference / np.maximum(limit, 1e-30)))
+        scale = max(scale, 1e-30)
+        yield Check("parameter", name, float(difference[worst]) / scale, limit=float(limit[worst]) / scale)
 
 
 def _arrays(tree: Tree) -> dict[str, np.ndarray]:
@@ -104,10 +140,25 @@ def _layout_independent(values: Tree) -> Tree:
 def _leaf_checks(kind: str, got: Tree, want: Tree, zero: Collection[str]) -> Iterator[Check]:
     """Checks of leaves of one kind, relative to at least a share of the largest leaf."""
     have, wanted = _arrays(got), _arrays(want)
-    largest = max((_largest(leaf) for leaf in wanted.values()), default=0.0)
-    for name, leaf in wanted.items():
+    for name, scale in _scales(wanted, zero).items():
+        yield Check(kind, name, _relative_error(have.get(name), wanted[name], scale))
+
+
+def _scales(leaves: dict[str, np.ndarray], zero: Collection[str]) -> dict[str, float]:
+    """The value that each leaf's error is relative to."""
+    largest = max(map(_largest, leaves.values()), default=0.0)
+
+    def scale(name: str, leaf: np.ndarray) -> float:
         is_zero = any(name == path or name.endswith("/" + path) for path in zero)
-        yield Check(kind, name, _relative_error(have.get(name), leaf, largest * (ZERO_FLOOR if is_zero else FLOOR)))
+        return max(_largest(leaf), largest * (ZERO_FLOOR if is_zero else FLOOR))
+
+    return {name: scale(name, leaf) for name, leaf in leaves.items()}
+
+
+def _moment_errors(opt: Tree, zero: Collection[str]) -> dict[str, float]:
+    """{parameter: largest absolute error of its first moment that passes}."""
+    scales = _scales(adam_moments(opt)["mu"], zero)
+    return {path: BOUNDS["moment"] * scale for path, scale in scales.items()}
 
 
 def _value_checks(kind: str, got: Tree, want: Tree) -> Iterator[Check]:

@@ -129,7 +129,8 @@ def _print_line(console: Console, text: str) -> None:
 
 def _fault(check: Check) -> str:
     when = f" after step {check.step}" if check.step else ""
-    return f"{check.kind} {check.leaf}{when}: relative error {check.error:.1e}, at most {check.bound:.0e}"
+    why = "" if check.limit is None else " follows from the errors of its moments"
+    return f"{check.kind} {check.leaf}{when}: relative error {check.error:.1e}, at most {check.bound:.0e}{why}"
 
 
 def _leaf(result: LayoutResult) -> str:

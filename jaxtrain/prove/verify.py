@@ -198,7 +198,7 @@ class Verifier:
         return self._runner.run(self._initial, [self._reference_batch(step_batch) for step_batch in step_batches])
 
     def _judge(self, name: str, start: float, got: Outcome, want: Outcome) -> LayoutResult:
-        checks = compare(got, want, self._initial)
+        checks = compare(got, want, self._initial, self._config.optimizer)
         gradients = [check for check in checks if check.kind == "gradient"] or checks
         failure = first_failure(checks)
         worst = max(gradients, key=lambda check: check.error_over_bound)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jaxtrain.cli import main
-from jaxtrain.config import CONFIG_ROOT, ConfigError, load_config, replace, validate
+from jaxtrain.config import CONFIG_ROOT, ConfigError, OptimizerConfig, load_config, replace, validate
 from jaxtrain.data import IGNORE
 from jaxtrain.data.packing import PACKERS
 from jaxtrain.pipeline.schedule import MAKERS, schedule_shape
@@ -283,6 +283,59 @@ def test_nan_fails_and_rounding_does_not() -> None:
     # A gradient of 0 in exact arithmetic: rounding errors of 1e-8 beside gradients of 1.
     assert first_failure(compare(outcome(1.0, 3e-8), outcome(1.0, -2e-8), initial)) is None
     assert first_failure(compare(outcome(1.0, 1e-4), outcome(1.0, -2e-8), initial)) is not None
+
+
+ADAMW = OptimizerConfig(name="adamw", eps=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
+RATE = 3e-3
+
+
+def adamw_outcome(gradients: list[np.ndarray], decay: float = 0.1, initial: float = 0.1) -> Outcome:
+    """Float32 states of one parameter after AdamW steps with these gradients."""
+    p, m, v, states = np.full(gradients[0].shape, initial), 0.0, 0.0, []
+    for step, g in enumerate(gradients, 1):
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+        p = p - RATE * (m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.95**step)) + 1e-4) + decay * p)
+        opt = {"0": {"mu": {"w": np.float32(m)}, "nu": {"w": np.float32(v)}}}
+        states.append({"params": {"w": np.float32(p)}, "opt": opt, "steps": np.int32(step), "tokens": np.zeros(2, int)})
+    metrics = [{"learning_rate": np.float64(RATE)}] * len(gradients)
+    return Outcome([{"w": g} for g in gradients], [{"loss": np.float32(1)}] * len(gradients), metrics, states)
+
+
+def test_rounding_that_adam_amplifies_passes_and_faults_of_the_step_fail() -> None:
+    rng = np.random.default_rng(0)
+    initial = {"params": {"w": np.full(1000, 0.1)}}
+    # Half of the elements have gradients of the size of rounding errors, which Adam divides by eps.
+    size = np.where(np.arange(1000) % 2, 1e-6, 1.0)
+    gradients = [size * rng.normal(size=1000) for _ in range(3)]
+    want = adamw_outcome(gradients)
+    rounded = adamw_outcome([g + 1e-5 * rng.normal(size=1000).clip(-2, 2) for g in gradients])
+    failure = first_failure(compare(rounded, want, initial))
+    assert failure is not None and failure.kind == "parameter", "a constant bound is too tight"
+    assert first_failure(compare(rounded, want, initial, ADAMW)) is None
+    # The same errors of the gradients do not hide a fault of the step.
+    changed = adamw_outcome(gradients, decay=0.0)
+    check = first_failure(compare(changed, want, initial, ADAMW))
+    assert check is not None and (check.kind, check.step) == ("parameter", 1) and check.error > 100 * check.bound
+    # An error of one element, within the constant bound, that its moments do not explain.
+    rounded.states[2]["params"]["w"][0] += 5e-6
+    check = first_failure(compare(rounded, want, initial, ADAMW))
+    assert check is not None and (check.kind, check.step) == ("parameter", 3) and check.error < BOUNDS["parameter"]
+    # Larger errors of gradients are reported as such.
+    wrong = adamw_outcome([g + 1e-3 * rng.normal(size=1000) for g in gradients])
+    check = first_failure(compare(wrong, want, initial, ADAMW))
+    assert check is not None and check.kind == "gradient"
+
+
+def test_second_moments_explain_no_more_than_gradients_within_their_bound() -> None:
+    """Errors of small elements are far below the bound of second moments, but do not excuse a wrong step."""
+    gradients = [np.where(np.arange(100) % 2, 1e-2, 1.0)] * 2
+    want, got = adamw_outcome(gradients), adamw_outcome(gradients)
+    for state in got.states:
+        state["opt"]["0"]["nu"]["w"][1] *= 0.25
+        # As if the step had used this second moment.
+        state["params"]["w"][1] -= RATE * state["steps"]
+    failed = [check for check in compare(got, want, {"params": {"w": np.full(100, 0.1)}}, ADAMW) if not check.passed]
+    assert {check.kind for check in failed} == {"parameter"}
 
 
 def test_bounds_and_order_of_kinds() -> None:
