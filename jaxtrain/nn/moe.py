@@ -46,9 +46,9 @@ class Stacked(nnx.Module):
         self.bias = constant(0.0, (shape[0], shape[2]), bias) if bias else None
 
     @property
-    def map(self) -> dispatch.Map:
+    def map(self) -> dispatch.ExpertLinear:
         """Its arrays."""
-        return dispatch.Map(self.weight[...], None if self.bias is None else self.bias[...])
+        return dispatch.ExpertLinear(self.weight[...], None if self.bias is None else self.bias[...])
 
 
 class MoE(nnx.Module):
@@ -87,7 +87,9 @@ class MoE(nnx.Module):
         stats["dropped"], capacity = jnp.zeros((), jnp.int32), None
         if moe.capacity is not None:
             capacity = math.ceil(moe.capacity * moe.top_k * length / moe.experts)
-            routed, stats["dropped"] = routing.limit(routed, flow.segments_BL * length + flow.positions_BL, capacity)
+            routed, stats["dropped"] = routing.apply_capacity(
+                routed, flow.segments_BL * length + flow.positions_BL, capacity
+            )
         y_BLD, stats["overflowed"], stats["traffic"] = dispatch.mixture(
             x_BLD, routed.chosen_BLK, routed.weights_BLK, self._experts(), self._hidden, capacity, moe.buffer
         )

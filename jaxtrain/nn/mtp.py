@@ -19,7 +19,7 @@ from jaxtrain.mesh.constraints import active_axes, active_mesh, constrain
 from jaxtrain.nn.block import Block, Stats, normalise
 from jaxtrain.nn.layers import BatchTotals, Flow, Linear, Norm
 from jaxtrain.ops.loss import IGNORE
-from jaxtrain.ops.zigzag import places_after
+from jaxtrain.ops.zigzag import shifted_indices
 
 
 class MTPBlock(nnx.Module):
@@ -51,7 +51,7 @@ def shifted_fields(depth: int, segments_BL: jax.Array, *fields: tuple[jax.Array,
     """
     mesh = active_mesh()
     devices = math.prod(mesh.shape[axis] for axis in active_axes("seq_len")) if mesh is not None else 1
-    places_L, there_L = places_after(segments_BL.shape[-1], devices, depth)
+    places_L, there_L = shifted_indices(segments_BL.shape[-1], devices, depth)
 
     def shifted(field_BL: jax.Array, fill: int) -> jax.Array:
         return jnp.where(there_L, jnp.take(field_BL, places_L, axis=-1), fill)

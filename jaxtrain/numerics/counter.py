@@ -1,6 +1,6 @@
-"""A count that outgrows int32, as two int32 words.
+"""Counters beyond int32, as two int32 words.
 
-Trained tokens pass 2^31 within hours, float32 loses single tokens beyond 2^24, and 64-bit integers are off in JAX.
+Trained tokens exceed 2^31 within hours, float32 is inexact above 2^24, and 64-bit integers are disabled in JAX.
 A counter is an int32 array [2]: (high, low) with low < 2^30.
 """
 
@@ -19,7 +19,7 @@ def counter_zero() -> jax.Array:
 
 
 def counter_add(counter: jax.Array, n: jax.typing.ArrayLike) -> jax.Array:
-    """The counter raised by an integer 0 <= n < 2^30."""
+    """The counter plus an integer 0 <= n < 2^30."""
     low = counter[1] + jnp.asarray(n, jnp.int32)
     return jnp.stack([counter[0] + low // BASE, low % BASE])
 

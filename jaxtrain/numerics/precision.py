@@ -1,4 +1,4 @@
-"""Which dtype computes, which sums, and whether master weights live apart."""
+"""Dtypes of compute and reduction, and whether separate float32 master parameters exist."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import jax.numpy as jnp
 
 from jaxtrain.config import PrecisionConfig
 
-KEPT = {"router"}
-"""Parts of a tree that compute in float32 always: a rounded router sends tokens elsewhere."""
+FLOAT32_KEYS = {"router"}
+"""Subtrees of parameters that always compute in float32: rounding a router changes the experts of tokens."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtype policy of a run: matmul inputs in `compute`, masters and accumulation always float32."""
+    """Dtype policy of a run: matmul inputs in `compute`, master parameters and accumulation in float32."""
 
     config: PrecisionConfig
 
@@ -27,22 +27,22 @@ class Precision:
 
     @property
     def reduce(self) -> jnp.dtype:
-        """Dtype of gradients between replicas."""
+        """Dtype of the reduction of gradients over replicas."""
         return jnp.dtype(self.config.reduce)
 
     @property
     def separate_master_params(self) -> bool:
-        """Whether float32 master weights exist beside the weights that compute.
+        """Whether float32 master parameters exist in addition to the weights in the compute dtype.
 
-        An 8-bit significand swallows any update below 2^-9 of the weight; the master keeps it.
+        With an 8-bit significand a change below 2^-9 of a weight is lost; the master parameter accumulates it.
         """
         return self.compute != jnp.float32
 
     def cast(self, tree: Any) -> Any:
-        """The tree with every floating leaf in the compute dtype; integers, keys and what KEPT names stay."""
+        """Cast floating leaves to the compute dtype, except those under FLOAT32_KEYS."""
 
         def one(path: Any, leaf: Any) -> Any:
-            kept = any(getattr(key, "key", None) in KEPT for key in path)
-            return leaf if kept or not jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.astype(self.compute)
+            float32 = any(getattr(key, "key", None) in FLOAT32_KEYS for key in path)
+            return leaf if float32 or not jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.astype(self.compute)
 
         return jax.tree_util.tree_map_with_path(one, tree)

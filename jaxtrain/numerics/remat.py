@@ -1,4 +1,4 @@
-"""What the backward pass recomputes: checkpoint policies over values that blocks name."""
+"""Rematerialisation: checkpoint policies over the named values of a block."""
 
 from __future__ import annotations
 
@@ -26,39 +26,38 @@ NAMES: dict[str, str] = {
     "router_logits": "float32 logits of a mixture's experts",
     "experts_out": "weighted sum of a token's routed experts",
 }
-"""Every value a block names -> what it is."""
-
+"""Name of a value of a block -> its description."""
 
 DOTS = ("latent", "qkv", "attention_residual", "mlp_gate", "mlp_up", "router_logits")
-"""Those that hold the products of a block, from which everything but attention follows without a further one."""
+"""Results of a block's matmuls: with them saved, only attention is recomputed among the matmuls."""
 
 
 @dataclass
-class _Tape:
+class _ResidualTape:
     names: frozenset[str]
     values: list[jax.Array]
     restore_residuals: bool
 
 
-_TAPE: ContextVar[_Tape | None] = ContextVar("jaxtrain_kept", default=None)
+_TAPE: ContextVar[_ResidualTape | None] = ContextVar("jaxtrain_residuals", default=None)
 
 
 def tag(x: jax.Array, name: str) -> jax.Array:
-    """Name a value, so that a policy can keep it."""
+    """Name a value, so that a remat policy can save it."""
     assert name in NAMES, name
     tape = _TAPE.get()
     if tape is None or name not in tape.names:
         return checkpoint_name(x, name)
     if tape.restore_residuals:
-        return _replaced(x, tape.values.pop(0))
+        return _substitute(x, tape.values.pop(0))
     tape.values.append(x)
     return x
 
 
 @contextmanager
 def save_residuals(names: Iterable[str]) -> Iterator[list[jax.Array]]:
-    """While tracing, collect the values of these names in the list that is given out."""
-    tape = _Tape(frozenset(names), [], restore_residuals=False)
+    """While tracing, collect the tagged values of these names in the returned list."""
+    tape = _ResidualTape(frozenset(names), [], restore_residuals=False)
     token = _TAPE.set(tape)
     try:
         yield tape.values
@@ -68,27 +67,27 @@ def save_residuals(names: Iterable[str]) -> Iterator[list[jax.Array]]:
 
 @contextmanager
 def restore_residuals(names: Iterable[str], values: Iterable[jax.Array]) -> Iterator[None]:
-    """While tracing, take the values that `keeping` collected in this order: what made them is not computed again."""
-    tape = _Tape(frozenset(names), list(values), restore_residuals=True)
+    """While tracing, replace tagged values by those of `save_residuals`, in order; the originals become dead code."""
+    tape = _ResidualTape(frozenset(names), list(values), restore_residuals=True)
     token = _TAPE.set(tape)
     try:
         yield
-        assert not tape.values, "values were kept that nothing took"
+        assert not tape.values, "more residuals were saved than restored"
     finally:
         _TAPE.reset(token)
 
 
 @jax.custom_vjp
-def _replaced(x: jax.Array, value: jax.Array) -> jax.Array:
-    """`value` in place of the same x, with x's cotangent."""
+def _substitute(x: jax.Array, value: jax.Array) -> jax.Array:
+    """`value`, which equals x; the cotangent goes to x."""
     return value
 
 
-_replaced.defvjp(lambda x, value: (value, None), lambda _, ct: (ct, None))
+_substitute.defvjp(lambda x, value: (value, None), lambda _, cotangent: (cotangent, None))
 
 
 def residual_names(remat: RematConfig) -> tuple[str, ...]:
-    """Names of what a policy keeps beside the input of a segment, where a backward pass is written by hand."""
+    """Names that a policy saves in addition to the input of a segment, for backward passes written by hand."""
     return {"dots": DOTS, "names": tuple(remat.names)}.get(remat.policy, ())
 
 
@@ -105,10 +104,12 @@ def names_of(model: ModelConfig) -> tuple[str, ...]:
 
 
 def check_remat(remat: RematConfig, model: ModelConfig) -> None:
-    """Raise ConfigError where `remat.names` is empty, unknown, not produced by this model, or set without use."""
+    """Raise ConfigError where `remat.names` is missing, unknown, not produced by this model, or has no effect."""
     if remat.policy != "names":
         if remat.names:
-            raise ConfigError(f"remat.names {remat.names} has no effect under remat.policy {remat.policy}: use names")
+            raise ConfigError(
+                f"remat.names {remat.names} has no effect under remat.policy {remat.policy}: set remat.policy to names"
+            )
         return
     if not remat.names:
         raise ConfigError(f"remat.policy is names but remat.names is empty: choose from {', '.join(names_of(model))}")
@@ -124,10 +125,9 @@ def check_remat(remat: RematConfig, model: ModelConfig) -> None:
 
 
 def checkpointed(fn: Callable[..., Any], remat: RematConfig, looped: bool = True) -> Callable[..., Any]:
-    """`fn` (weights, x, ...) under the policy: the same values and gradients, other memory and recompute.
+    """`fn` (weights, x, ...) under the remat policy: the same values and gradients, different memory and recompute.
 
-    `looped` says that it runs in a loop of several iterations, which by itself keeps the compiler from sharing what is
-    to be recomputed.
+    `looped`: it runs in a loop of several iterations, across which the compiler cannot eliminate the recomputation.
     """
     policies = jax.checkpoint_policies
     match remat.policy:
@@ -145,7 +145,7 @@ def checkpointed(fn: Callable[..., Any], remat: RematConfig, looped: bool = True
             policy = policies.dots_with_no_batch_dims_saveable
         case "names":
             policy = policies.save_only_these_names(*remat.names)
-    # Inside a loop prevent_cse would only block fusion.
+    # In a loop prevent_cse is not needed and prevents fusion.
     return jax.checkpoint(fn, policy=policy, prevent_cse=not looped)
 
 

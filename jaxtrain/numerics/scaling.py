@@ -1,8 +1,8 @@
-"""Dynamic loss scaling (Micikevicius et al. 2018) and the count of skipped updates, as pure functions.
+"""Dynamic loss scaling (Micikevicius et al. 2018) and the count of skipped steps, as pure functions.
 
-The loss is multiplied by `scale` before the backward pass, gradients are divided by it before clipping, and an update
-with a non-finite gradient is skipped. float16 moves the scale; other dtypes keep it at 1 and still skip and count.
-`update` is called once an optimizer update, so the scale never changes within an accumulation.
+The loss is multiplied by `scale` before the backward pass, gradients are divided by it before clipping, and a step with
+a non-finite gradient is skipped. Only float16 changes the scale; other dtypes use scale 1 and still skip and count.
+`next_state` is called once per optimizer step, so the scale is constant during gradient accumulation.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ ScalerState = dict[str, jax.Array]
 
 
 def init(config: PrecisionConfig) -> ScalerState:
-    """Scalars `scale` float32; `good` finite updates since it moved, `skipped` in a row, `total_skipped` int32."""
+    """Scalars: `scale` float32; int32 `good` (finite steps at this scale), `skipped` in succession, `total_skipped`."""
     scale = config.scale_init if config.compute == "float16" else 1.0
     counts = {name: jnp.zeros((), jnp.int32) for name in ("good", "skipped", "total_skipped")}
     return {"scale": jnp.asarray(scale, jnp.float32), **counts}
 
 
 def next_state(config: PrecisionConfig, state: ScalerState, finite: jax.Array) -> ScalerState:
-    """State after an update whose gradients were all finite (bool scalar) or not.
+    """State after a step; `finite` (bool scalar): all gradients were finite.
 
-    float16: the scale doubles after scale_growth_every finite updates, up to scale_max, and halves on overflow,
-    down to 1.
+    float16: the scale doubles after scale_growth_every finite steps, up to scale_max, and halves on overflow, down
+    to 1.
     """
     scale, good = state["scale"], jnp.where(finite, state["good"] + 1, 0)
     if config.compute == "float16":

@@ -1,4 +1,4 @@
-"""Functions that know no batch dim, under vmap."""
+"""vmap of functions without a batching rule."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from jax.custom_batching import custom_vmap
 
 
 def one_by_one(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of arrays with a vmap of its own: a batch of one is squeezed, a larger one taken in turns.
+    """`function` of arrays with a rule for vmap: a batch of one is squeezed, a larger one runs in a loop.
 
-    A manual region under the vmap of deferred axes sees a batch of one (mesh/shard_map.py).
+    A shard_map region under the vmap of deferred axes sees a batch of one (mesh/shard_map.py).
     """
     wrapped = custom_vmap(function)
 
     @wrapped.def_vmap
     def rule(size: int, batched: Any, *args: Any) -> tuple[Any, Any]:
         leaves, tree = jax.tree.flatten(args)
-        along = jax.tree.leaves(batched)
+        mapped = jax.tree.leaves(batched)
 
-        def call(*moving: jax.Array) -> Any:
-            taken = iter(moving)
+        def call(*elements: jax.Array) -> Any:
+            rest = iter(elements)
             return wrapped(
-                *jax.tree.unflatten(tree, [next(taken) if b else leaf for leaf, b in zip(leaves, along, strict=True)])
+                *jax.tree.unflatten(tree, [next(rest) if b else leaf for leaf, b in zip(leaves, mapped, strict=True)])
             )
 
-        moving = [leaf for leaf, b in zip(leaves, along, strict=True) if b]
+        batches = [leaf for leaf, b in zip(leaves, mapped, strict=True) if b]
         if size == 1:
-            out = jax.tree.map(lambda a: a[None], call(*(a[0] for a in moving)))
+            out = jax.tree.map(lambda a: a[None], call(*(a[0] for a in batches)))
         else:
-            out = lax.map(lambda each: call(*each), tuple(moving))
+            out = lax.map(lambda each: call(*each), tuple(batches))
         return out, jax.tree.map(lambda _: True, out)
 
     return wrapped

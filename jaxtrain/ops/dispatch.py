@@ -1,11 +1,12 @@
-"""Tokens to the devices that own their experts, through grouped matmuls, and back in their own order.
+"""Dispatch of tokens to the devices that hold their experts, grouped matmuls, and the combination of the results.
 
-Rows are sorted by expert on the device that holds the tokens, so one ragged all-to-all lays them into the owner's
-buffer expert by expert, and another brings the results back. Nothing is dropped unless the buffer is bounded below the
-worst case. Results are combined by a gather and a sum in the order of a token's choices: the same every time.
+Each device sorts its tokens by expert. One ragged all-to-all writes them into the receive buffers of the devices of
+these experts, expert by expert, and another returns the results. No token is dropped unless the buffer is bounded below
+the worst case. Results are combined by a gather and a sum in the order of a token's choices, which is deterministic.
 
-B batch, L length, T tokens of a turn, D model, F feed-forward, X experts, K experts a token visits, N devices of an
-expert group, E experts of a device, S rows sorted by expert (T x K), R rows of the receive buffer, M devices of F.
+B batch, L sequence length, T tokens of a chunk, D model, F feed-forward, X experts, K experts a token visits, N devices
+of an expert group, E experts of a device, S copies of tokens sorted by expert (T x K), R tokens of the receive buffer,
+M devices of F.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ from jaxtrain.mesh.constraints import active_axes, active_mesh
 from jaxtrain.mesh.param import make_spec, show_axes, spec_axes
 from jaxtrain.mesh.shard_map import shard_mapped
 from jaxtrain.ops.grouped import grouped_matmul, groups_of, platform_of
-from jaxtrain.ops.ragged import Slices, exchange
+from jaxtrain.ops.ragged import RaggedSlices, exchange
 from jaxtrain.ops.reference import uses_reference
 
 BUFFER_BYTES = 2**28
-"""Tokens are taken in as many turns as keep one buffer of rows of width D within this; about eight live at once."""
+"""Upper bound of one receive buffer [R, D], which sets the number of chunks; about eight are live at once."""
 
 Axes = tuple[Axis, ...]
-Hidden = Callable[[jax.Array | None, jax.Array], jax.Array]
-"""(gate or None, up) -> what the down projection reads."""
+HiddenFunction = Callable[[jax.Array | None, jax.Array], jax.Array]
+"""(gate or None, up) -> input of the down projection."""
 
 
-class Map(NamedTuple):
-    """A linear map an expert: weight [X, in, out], bias [X, out] or None."""
+class ExpertLinear(NamedTuple):
+    """One linear map per expert: weight [X, in, out], bias [X, out] or None."""
 
     weight: Any
     bias: Any
 
 
 class Experts(NamedTuple):
-    """The maps of each expert's feed-forward layer; gate None: no gate."""
+    """The linear maps of each expert's feed-forward layer; gate None: no gate."""
 
-    gate: Map | None
-    up: Map
-    down: Map
+    gate: ExpertLinear | None
+    up: ExpertLinear
+    down: ExpertLinear
 
 
 def mixture(
@@ -56,48 +57,52 @@ def mixture(
     chosen_BLK: jax.Array,
     weights_BLK: jax.Array,
     experts: Experts,
-    hidden: Hidden,
+    hidden: HiddenFunction,
     capacity: int | None = None,
     buffer: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sum over a token's choices of weight x expert [B, L, D]; choices that did not fit; rows sent [N, N].
+    """Sum over a token's choices of weight x expert(token) [B, L, D]; number of lost choices; tokens sent [N, N].
 
-    chosen_BLK holds expert numbers, X for nowhere. `capacity`: no expert is chosen by more tokens of a row. `buffer`:
-    rows that a device can receive, as a multiple of its tokens x K; None is the worst case. Experts may be sharded as
-    the names experts, embed, mlp and norm say, tokens as batch and length. Raises ConfigError where the experts lie on
-    axes over which the length cannot be split.
+    chosen_BLK holds expert indices, X for no expert. `capacity`: the largest number of tokens of a sequence that choose
+    one expert. `buffer`: tokens that a device can receive, as a multiple of its tokens x K; None: the worst case.
+    Experts are sharded by the names experts, embed, mlp and norm, tokens by batch and seq_len. Raises ConfigError where
+    the axes of the experts must split the sequence length and do not divide it.
     """
     if uses_reference():
         y_BLD = _loop(x_BLD, chosen_BLK, weights_BLK, experts, hidden)
         return y_BLD, jnp.zeros((), jnp.int32), jnp.zeros((1, 1), jnp.int32)
-    split = _split(x_BLD.shape, experts)
-    plan = _plan(x_BLD, chosen_BLK.shape[-1], experts.up.weight.shape[0], split, capacity, buffer)
-    others = tuple(axis for axis in split.tokens if axis not in split.experts)
+    sharding = _sharding(x_BLD.shape, experts)
+    shape = _dispatch_shape(x_BLD, chosen_BLK.shape[-1], experts.up.weight.shape[0], sharding, capacity, buffer)
+    others = tuple(axis for axis in sharding.tokens if axis not in sharding.experts)
 
     def local(x_BLD: jax.Array, chosen_BLK: jax.Array, weights_BLK: jax.Array, experts: Experts) -> Any:
-        whole = _gathered(experts, split)
-        y_BLD, lost, sent_N = _in_turns(
-            x_BLD, chosen_BLK, weights_BLK, whole, partial(_feed_forward, hidden, split), plan
+        gathered = _gathered(experts, sharding)
+        y_BLD, lost, sent_N = _in_chunks(
+            x_BLD, chosen_BLK, weights_BLK, gathered, partial(_feed_forward, hidden, sharding), shape
         )
-        return y_BLD[None], lax.psum(lost, split.tokens), lax.psum(sent_N[None], others)
+        return y_BLD[None], lax.psum(lost, sharding.tokens), lax.psum(sent_N[None], others)
 
     if active_mesh() is None:
         y_1BLD, lost, traffic_NN = local(x_BLD, chosen_BLK, weights_BLK, experts)
         return y_1BLD[0], lost, traffic_NN
-    tokens = make_spec((split.batch, split.length, ()))
+    tokens = make_spec((sharding.batch, sharding.length, ()))
     y_MBLD, lost, traffic_NN = shard_mapped(
         local,
-        (tokens, tokens, tokens, split.maps),
-        (make_spec((split.mlp, split.batch, split.length, ())), PartitionSpec(), make_spec((split.experts, ()))),
+        (tokens, tokens, tokens, sharding.maps),
+        (
+            make_spec((sharding.mlp, sharding.batch, sharding.length, ())),
+            PartitionSpec(),
+            make_spec((sharding.experts, ())),
+        ),
     )(x_BLD, chosen_BLK, weights_BLK, experts)
-    if not split.mlp:
+    if not sharding.mlp:
         return y_MBLD[0], lost, traffic_NN
-    # Each made its part of the sum over F. lax.reduce keeps the dtype on the wire, jnp.sum would widen it.
+    # The sum over the shards of F. lax.reduce sends the compute dtype; jnp.sum would send float32.
     return lax.reduce(y_MBLD, jnp.zeros((), y_MBLD.dtype), lax.add, (0,)), lost, traffic_NN
 
 
 class ExpertSharding(NamedTuple):
-    """Mesh axes of the dims of tokens and experts here."""
+    """Mesh axes that shard the dims of tokens and of experts."""
 
     batch: Axes
     length: Axes
@@ -108,42 +113,42 @@ class ExpertSharding(NamedTuple):
 
     @property
     def tokens(self) -> Axes:
-        """Axes whose devices hold other tokens."""
+        """Axes whose devices hold different tokens."""
         return self.batch + self.length
 
 
-class Plan(NamedTuple):
-    """How one device deals with its tokens: known while tracing."""
+class DispatchShape(NamedTuple):
+    """Static sizes of the dispatch on one device."""
 
     axes: Axes
-    """Axes of an expert group; () where each device holds all experts."""
+    """Axes of an expert group; () if each device holds all experts."""
     peers: int
-    """Devices of a group."""
+    """Number of devices of an expert group."""
     experts: int
-    turns: int
-    """Parts in which the tokens are taken."""
+    chunks: int
+    """Number of chunks of tokens, processed one after the other."""
     tokens: int
-    """Tokens of a turn; the last is filled up with some that go nowhere."""
-    rows: int
-    """Rows of the receive buffer of a turn."""
+    """Tokens of a chunk; the last chunk is padded with tokens that choose no expert."""
+    received: int
+    """Tokens that the receive buffer of a chunk holds."""
     platform: str
 
 
-def _split(shape: tuple[int, ...], experts: Experts) -> ExpertSharding:
+def _sharding(shape: tuple[int, ...], experts: Experts) -> ExpertSharding:
     X, D, F = experts.up.weight.shape
     owners, batch, length = _axes("experts", X), active_axes("batch"), active_axes("seq_len")
-    # Devices of a group that hold the same tokens take a part of them each.
+    # Devices of an expert group that hold the same tokens each process a part of them.
     length += tuple(axis for axis in owners if axis not in batch + length)
     if shape[1] % _extent(length):
         raise ConfigError(
             f"data.seq_len {shape[1]} is not divisible by {show_axes(length)} = {_extent(length)}, over which "
-            "rules.seq_len and rules.experts split the tokens of a mixture: change data.seq_len, mesh or rules.experts"
+            "rules.seq_len and rules.experts shard the tokens of a mixture: change data.seq_len, mesh or rules.experts"
         )
     mlp = tuple(axis for axis in _axes("mlp", F) if axis not in owners)
     embed, norm = _axes("embed", D), _axes("norm", D)
 
-    def specs(a: Map, *dims: Axes, bias: Axes) -> Map:
-        return Map(make_spec((owners, *dims)), None if a.bias is None else make_spec((owners, bias)))
+    def specs(linear: ExpertLinear, *dims: Axes, bias: Axes) -> ExpertLinear:
+        return ExpertLinear(make_spec((owners, *dims)), None if linear.bias is None else make_spec((owners, bias)))
 
     gate = experts.gate and specs(experts.gate, embed, mlp, bias=mlp)
     maps = Experts(gate, specs(experts.up, embed, mlp, bias=mlp), specs(experts.down, mlp, embed, bias=norm))
@@ -151,7 +156,7 @@ def _split(shape: tuple[int, ...], experts: Experts) -> ExpertSharding:
 
 
 def _axes(name: str, size: int) -> Axes:
-    """Axes of a parameter's dim here; one that they do not divide is whole (rules.allow: indivisible)."""
+    """Axes that shard a parameter's dim; () for a dim that they do not divide (rules.allow: indivisible)."""
     axes = active_axes(name)
     return () if size % _extent(axes) else axes
 
@@ -161,170 +166,189 @@ def _extent(axes: Axes) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
-def _plan(
-    x_BLD: jax.Array, top_k: int, experts: int, split: ExpertSharding, capacity: int | None, buffer: float | None
-) -> Plan:
+def _dispatch_shape(
+    x_BLD: jax.Array, top_k: int, experts: int, sharding: ExpertSharding, capacity: int | None, buffer: float | None
+) -> DispatchShape:
     B, L, D = x_BLD.shape
-    B, L, peers = B // _extent(split.batch), L // _extent(split.length), _extent(split.experts)
-    own = experts // peers
+    B, L, peers = B // _extent(sharding.batch), L // _extent(sharding.length), _extent(sharding.experts)
+    local = experts // peers
 
-    def rows(tokens: int) -> int:
-        """Receive buffer of a turn: what its devices can send at most, or the stated bound."""
-        worst = peers * tokens * min(top_k, own)
+    def received(tokens: int) -> int:
+        """Size of the receive buffer of a chunk: the worst case, or the configured bound."""
+        worst = peers * tokens * min(top_k, local)
         if capacity is not None:
-            # A turn touches so many rows of the batch, whole or in part.
-            touched = min(B, (tokens - 1) // L + 2)
-            worst = min(worst, peers * own * min(capacity * touched, tokens))
+            # A chunk has tokens of at most so many sequences.
+            sequences = min(B, (tokens - 1) // L + 2)
+            worst = min(worst, peers * local * min(capacity * sequences, tokens))
         bounded = worst if buffer is None or peers == 1 else min(worst, math.ceil(buffer * tokens * top_k))
         return bounded if peers > 1 else tokens * top_k
 
-    turns = 1
-    while rows(-(-B * L // turns)) * D * x_BLD.dtype.itemsize > BUFFER_BYTES and turns < B * L:
-        turns *= 2
-    tokens = -(-B * L // turns)
-    return Plan(split.experts, peers, experts, turns, tokens, rows(tokens), platform_of(active_mesh()))
+    chunks = 1
+    while received(-(-B * L // chunks)) * D * x_BLD.dtype.itemsize > BUFFER_BYTES and chunks < B * L:
+        chunks *= 2
+    tokens = -(-B * L // chunks)
+    return DispatchShape(sharding.experts, peers, experts, chunks, tokens, received(tokens), platform_of(active_mesh()))
 
 
-def _gathered(experts: Experts, split: ExpertSharding) -> Experts:
-    """Shards of a device's experts with what other names split (FSDP) made whole; backward reduce-scatters."""
+def _gathered(experts: Experts, sharding: ExpertSharding) -> Experts:
+    """All-gather this device's experts over the axes of their other dims (FSDP); backward reduce-scatters."""
 
-    def whole(a: jax.Array, spec: PartitionSpec) -> jax.Array:
+    def gather(a: jax.Array, spec: PartitionSpec) -> jax.Array:
         for dim, axes in enumerate(spec_axes(spec, a.ndim)):
-            rest = tuple(axis for axis in axes if axis not in split.experts + split.mlp)
+            rest = tuple(axis for axis in axes if axis not in sharding.experts + sharding.mlp)
             a = lax.all_gather(a, rest, axis=dim, tiled=True) if rest else a
         return a
 
-    return jax.tree.map(whole, experts, split.maps)
+    return jax.tree.map(gather, experts, sharding.maps)
 
 
-def _in_turns(
-    x_BLD: jax.Array, chosen_BLK: jax.Array, weights_BLK: jax.Array, experts: Experts, feed_forward: Any, plan: Plan
+def _in_chunks(
+    x_BLD: jax.Array,
+    chosen_BLK: jax.Array,
+    weights_BLK: jax.Array,
+    experts: Experts,
+    feed_forward: Any,
+    shape: DispatchShape,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A device's tokens through the experts, part by part: [B, L, D], choices lost, rows sent to each peer [N]."""
+    """Process a device's tokens chunk by chunk: output [B, L, D], lost choices, tokens sent to each peer [N]."""
     B, L, D = x_BLD.shape
-    spare = plan.turns * plan.tokens - B * L
+    padding = shape.chunks * shape.tokens - B * L
 
-    def parts(a: jax.Array, fill: int) -> jax.Array:
+    def cut(a: jax.Array, fill: int) -> jax.Array:
         flat = a.reshape(B * L, a.shape[-1])
-        padded = jnp.concatenate([flat, jnp.full((spare, a.shape[-1]), fill, a.dtype)]) if spare else flat
-        return padded.reshape(plan.turns, plan.tokens, a.shape[-1])
+        padded = jnp.concatenate([flat, jnp.full((padding, a.shape[-1]), fill, a.dtype)]) if padding else flat
+        return padded.reshape(shape.chunks, shape.tokens, a.shape[-1])
 
-    fields = parts(x_BLD, 0), parts(chosen_BLK, plan.experts), parts(weights_BLK, 0)
+    fields = cut(x_BLD, 0), cut(chosen_BLK, shape.experts), cut(weights_BLK, 0)
 
-    def turn(_: None, part: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, Any]:
-        return None, _turn(*part, experts, feed_forward, plan)
+    def step(_: None, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, Any]:
+        return None, _chunk(*chunk, experts, feed_forward, shape)
 
-    if plan.turns == 1:
-        y_TD, lost, sent_N = turn(None, jax.tree.map(lambda a: a[0], fields))[1]
+    if shape.chunks == 1:
+        y_TD, lost, sent_N = step(None, jax.tree.map(lambda a: a[0], fields))[1]
     else:
-        # What a turn keeps would add up to what turns are there to avoid.
-        _, (y_TD, lost, sent_N) = lax.scan(jax.checkpoint(turn, prevent_cse=False), None, fields)
+        # Without remat the residuals of all chunks would exceed the bound that chunks are for.
+        _, (y_TD, lost, sent_N) = lax.scan(jax.checkpoint(step, prevent_cse=False), None, fields)
         lost, sent_N = jnp.sum(lost), jnp.sum(sent_N, axis=0)
     return y_TD.reshape(-1, D)[: B * L].reshape(B, L, D), lost, sent_N
 
 
-def _turn(
-    x_TD: jax.Array, chosen_TK: jax.Array, weights_TK: jax.Array, experts: Experts, feed_forward: Any, plan: Plan
+def _chunk(
+    x_TD: jax.Array,
+    chosen_TK: jax.Array,
+    weights_TK: jax.Array,
+    experts: Experts,
+    feed_forward: Any,
+    shape: DispatchShape,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     order_S = jnp.argsort(chosen_TK.reshape(-1), stable=True)
-    places_TK = jnp.argsort(order_S).reshape(chosen_TK.shape)
-    count_X = jnp.sum(chosen_TK.reshape(-1, 1) == jnp.arange(plan.experts), axis=0, dtype=jnp.int32)
-    x_SD = _spread(x_TD, order_S, places_TK)
-    if plan.peers == 1:
+    slots_TK = jnp.argsort(order_S).reshape(chosen_TK.shape)
+    count_X = jnp.sum(chosen_TK.reshape(-1, 1) == jnp.arange(shape.experts), axis=0, dtype=jnp.int32)
+    x_SD = _expand(x_TD, order_S, slots_TK)
+    if shape.peers == 1:
         y_SD, lost, sent_N = (
-            feed_forward(x_SD, experts, count_X, plan),
+            feed_forward(x_SD, experts, count_X, shape),
             jnp.zeros((), jnp.int32),
             jnp.zeros(1, jnp.int32),
         )
     else:
-        there, back, sizes_E, sent_N = _routes(count_X, plan)
-        x_RD = exchange(x_SD, there, back, plan.rows, plan.axes, plan.platform)
-        y_RD = feed_forward(x_RD, experts, sizes_E, plan)
-        y_SD = exchange(y_RD, back, there, x_SD.shape[0], plan.axes, plan.platform)
-        lost = jnp.sum(count_X) - jnp.sum(there.size)
-    # float32 sums of the compute dtype's products: the order of a token's choices is the order of the sum.
-    y_TKD = _collect(y_SD, order_S, places_TK)
-    weights_TK = jnp.where(chosen_TK < plan.experts, weights_TK, 0.0).astype(y_TKD.dtype)
+        outbound, inbound, sizes_E, sent_N = _routes(count_X, shape)
+        x_RD = exchange(x_SD, outbound, inbound, shape.received, shape.axes, shape.platform)
+        y_RD = feed_forward(x_RD, experts, sizes_E, shape)
+        y_SD = exchange(y_RD, inbound, outbound, x_SD.shape[0], shape.axes, shape.platform)
+        lost = jnp.sum(count_X) - jnp.sum(outbound.size)
+    # Products in the compute dtype, summed in float32 in the order of a token's choices.
+    y_TKD = _collect(y_SD, order_S, slots_TK)
+    weights_TK = jnp.where(chosen_TK < shape.experts, weights_TK, 0.0).astype(y_TKD.dtype)
     y_TD = jnp.einsum("tk,tkd->td", weights_TK, y_TKD, preferred_element_type=jnp.float32)
     return y_TD.astype(x_TD.dtype), lost, sent_N
 
 
-def _routes(count_X: jax.Array, plan: Plan) -> tuple[Slices, Slices, jax.Array, jax.Array]:
-    """Ways there and back, rows of each expert of this device [E], rows sent to each other device [N].
+def _routes(count_X: jax.Array, shape: DispatchShape) -> tuple[RaggedSlices, RaggedSlices, jax.Array, jax.Array]:
+    """Slices to the experts and back, tokens of each local expert [E], tokens sent to each other device [N].
 
-    A buffer holds its experts in order, and of each expert the rows of the first device first; what lies beyond the
-    buffer's end is not sent.
+    A buffer is sorted by expert, and within an expert by sender; tokens past its end are not sent.
     """
-    n, own, me = plan.peers, plan.experts // plan.peers, lax.axis_index(plan.axes)
-    count_NNE = lax.all_gather(count_X, plan.axes).reshape(n, n, own)
-    start_NNE = _before(count_NNE.reshape(n, -1)).reshape(n, n, own)
+    n, local, me = shape.peers, shape.experts // shape.peers, lax.axis_index(shape.axes)
+    count_NNE = lax.all_gather(count_X, shape.axes).reshape(n, n, local)
+    start_NNE = _offsets(count_NNE.reshape(n, -1)).reshape(n, n, local)
     # [owner, expert, source]
     count_NEN = count_NNE.transpose(1, 2, 0)
-    target_NEN = jnp.minimum(_before(count_NEN.reshape(n, -1)).reshape(n, own, n), plan.rows)
-    size_NEN = jnp.minimum(count_NEN, plan.rows - target_NEN)
-    there = jax.tree.map(jnp.ravel, Slices(start_NNE[me], size_NEN[:, :, me], target_NEN[:, :, me], size_NEN[me].T))
-    back = jax.tree.map(jnp.ravel, Slices(target_NEN[me].T, size_NEN[me].T, start_NNE[:, me], size_NEN[:, :, me]))
+    target_NEN = jnp.minimum(_offsets(count_NEN.reshape(n, -1)).reshape(n, local, n), shape.received)
+    size_NEN = jnp.minimum(count_NEN, shape.received - target_NEN)
+    outbound = jax.tree.map(
+        jnp.ravel, RaggedSlices(start_NNE[me], size_NEN[:, :, me], target_NEN[:, :, me], size_NEN[me].T)
+    )
+    inbound = jax.tree.map(
+        jnp.ravel, RaggedSlices(target_NEN[me].T, size_NEN[me].T, start_NNE[:, me], size_NEN[:, :, me])
+    )
     sent_N = jnp.where(jnp.arange(n) == me, 0, jnp.sum(size_NEN[:, :, me], axis=1))
     sizes_E = jnp.sum(size_NEN[me], axis=1)
-    return there, back, sizes_E, sent_N
+    return outbound, inbound, sizes_E, sent_N
 
 
-def _before(sizes: jax.Array) -> jax.Array:
-    """Sum of the sizes before each, along the last dim."""
+def _offsets(sizes: jax.Array) -> jax.Array:
+    """Exclusive cumulative sum along the last dim."""
     return jnp.cumsum(sizes, axis=-1) - sizes
 
 
 def _feed_forward(
-    hidden: Hidden, split: ExpertSharding, x_RD: jax.Array, experts: Experts, sizes_E: jax.Array, plan: Plan
+    hidden: HiddenFunction,
+    sharding: ExpertSharding,
+    x_RD: jax.Array,
+    experts: Experts,
+    sizes_E: jax.Array,
+    shape: DispatchShape,
 ) -> jax.Array:
-    """Rows grouped by expert through their expert's maps [R, D]; a part of the sum over F where F is split."""
+    """Apply each expert to its tokens [R, D], sorted by expert; a partial sum over F where F is sharded."""
     group_R = groups_of(sizes_E, x_RD.shape[0])
 
-    def apply(x: jax.Array, a: Map, share: int = 1) -> jax.Array:
-        y = grouped_matmul(x, a.weight, sizes_E, plan.platform)
-        return y if a.bias is None else y + (a.bias / share)[group_R].astype(y.dtype)
+    def apply(x: jax.Array, linear: ExpertLinear, shards: int = 1) -> jax.Array:
+        y = grouped_matmul(x, linear.weight, sizes_E, shape.platform)
+        return y if linear.bias is None else y + (linear.bias / shards)[group_R].astype(y.dtype)
 
     gate_RF = None if experts.gate is None else apply(x_RD, experts.gate)
     h_RF = hidden(gate_RF, apply(x_RD, experts.up))
-    # Where F is split each adds its share of the bias.
-    return apply(h_RF, experts.down, _extent(split.mlp))
+    # Each shard of F adds an equal part of the bias.
+    return apply(h_RF, experts.down, _extent(sharding.mlp))
 
 
 @jax.custom_vjp
-def _spread(x_TD: jax.Array, order_S: jax.Array, places_TK: jax.Array) -> jax.Array:
-    """Rows sorted by expert: row s is token order_S[s] // K. The gradient gathers too, in the order of the choices."""
-    return x_TD[order_S // places_TK.shape[1]]
+def _expand(x_TD: jax.Array, order_S: jax.Array, slots_TK: jax.Array) -> jax.Array:
+    """Copies of tokens sorted by expert [S, D]: copy s is token order_S[s] // K. The gradient is a gather and a sum."""
+    return x_TD[order_S // slots_TK.shape[1]]
 
 
-def _spread_backward(kept: tuple[jax.Array, jax.Array], cotangent_SD: jax.Array) -> tuple[jax.Array, None, None]:
-    order_S, places_TK = kept
-    cotangent_TD = jnp.sum(_collect(cotangent_SD, order_S, places_TK), axis=1, dtype=jnp.float32)
+def _expand_backward(residuals: tuple[jax.Array, jax.Array], cotangent_SD: jax.Array) -> tuple[jax.Array, None, None]:
+    order_S, slots_TK = residuals
+    cotangent_TD = jnp.sum(_collect(cotangent_SD, order_S, slots_TK), axis=1, dtype=jnp.float32)
     return cotangent_TD.astype(cotangent_SD.dtype), None, None
 
 
-_spread.defvjp(lambda x, order, places: (_spread(x, order, places), (order, places)), _spread_backward)
+_expand.defvjp(lambda x, order, slots: (_expand(x, order, slots), (order, slots)), _expand_backward)
 
 
 @jax.custom_vjp
-def _collect(y_SD: jax.Array, order_S: jax.Array, places_TK: jax.Array) -> jax.Array:
-    """Sorted rows back at their tokens' choices [T, K, D]; the gradient is the permutation the other way."""
-    return y_SD[places_TK]
+def _collect(y_SD: jax.Array, order_S: jax.Array, slots_TK: jax.Array) -> jax.Array:
+    """Sorted results in the order of their tokens' choices [T, K, D]; the gradient is the inverse permutation."""
+    return y_SD[slots_TK]
 
 
-def _collect_backward(kept: jax.Array, cotangent_TKD: jax.Array) -> tuple[jax.Array, None, None]:
-    return cotangent_TKD.reshape(-1, cotangent_TKD.shape[-1])[kept], None, None
+def _collect_backward(order_S: jax.Array, cotangent_TKD: jax.Array) -> tuple[jax.Array, None, None]:
+    return cotangent_TKD.reshape(-1, cotangent_TKD.shape[-1])[order_S], None, None
 
 
-_collect.defvjp(lambda y, order, places: (_collect(y, order, places), order), _collect_backward)
+_collect.defvjp(lambda y, order, slots: (_collect(y, order, slots), order), _collect_backward)
 
 
 def _loop(
-    x_BLD: jax.Array, chosen_BLK: jax.Array, weights_BLK: jax.Array, experts: Experts, hidden: Hidden
+    x_BLD: jax.Array, chosen_BLK: jax.Array, weights_BLK: jax.Array, experts: Experts, hidden: HiddenFunction
 ) -> jax.Array:
-    """Every expert on every token, weighted: plain mathematics."""
+    """The reference: every expert on every token, weighted."""
 
-    def apply(x: jax.Array, a: Map) -> jax.Array:
-        return x @ a.weight if a.bias is None else x @ a.weight + a.bias
+    def apply(x: jax.Array, linear: ExpertLinear) -> jax.Array:
+        y = x @ linear.weight
+        return y if linear.bias is None else y + linear.bias
 
     def one(total_BLD: jax.Array, expert: tuple[jax.Array, Experts]) -> tuple[jax.Array, None]:
         number, (gate, up, down) = expert

@@ -1,4 +1,4 @@
-"""Kernels of attention behind one interface: a block of queries, a block of keys, and what the ones see of the others.
+"""Attention kernels behind one interface: a block of queries, a block of keys, and the visibility between them.
 
 B batch, P queries of a block, M its keys, H heads, E head width, V value width.
 """
@@ -12,16 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.ops import blocks
-from jaxtrain.ops.blocks import HIDDEN, TokenPositions, Window
+from jaxtrain.ops.blocks import MASKED, TokenPositions, Window
 
 Triple = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class Sight(NamedTuple):
-    """What the queries of a block see of its keys, said twice: for tokens in any order, and for keys in row order.
+class Visibility(NamedTuple):
+    """Which keys a block of queries sees, in two forms: tokens for kernels of any order, ranges for keys in order.
 
-    A query sees keys `first` (at the earliest) to `end` of the block, int32 [B, P]; `end` None is all that follow, or
-    all up to the query itself where the block is `ordered`: queries and keys are the same tokens, in row order.
+    A query sees at most the keys `first` to `end` of the block (exclusive), int32 [B, P]. `end` None: to the last key
+    or, if the block is `ordered`, to the query itself. `ordered`: queries and keys are the same tokens, in the order of
+    the sequence.
     """
 
     queries: TokenPositions
@@ -31,16 +32,16 @@ class Sight(NamedTuple):
     ordered: bool = False
 
 
-class Score(NamedTuple):
-    """What is done with scores: keys in a window, cap * tanh(score / cap), score = scale * q k."""
+class ScoreOptions(NamedTuple):
+    """Options of the scores: s = scale * q k, then softcap * tanh(s / softcap), for keys within the window."""
 
     window: Window
     softcap: float | None
     scale: float
 
 
-class Kept(NamedTuple):
-    """What the backward pass knows of queries: output, lse over all keys, the output's gradient, their `row_delta`."""
+class AttentionResiduals(NamedTuple):
+    """Inputs of a backward pass for a block of queries: output, lse over all keys, output gradient, `row_delta`."""
 
     out_BPHV: jax.Array
     lse_BHP: jax.Array
@@ -49,103 +50,136 @@ class Kept(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """Attention of a block.
+    """Attention of one block.
 
-    forward(q, k, v, sight, score) -> output [B, P, H, V], lse [B, H, P], HIDDEN where a query sees nothing;
-    backward(q, k, v, kept, sight, score) -> gradients of q, k, v from this block alone.
+    forward(q, k, v, visibility, options) -> output [B, P, H, V] and lse [B, H, P], MASKED for a query without keys;
+    backward(q, k, v, residuals, visibility, options) -> the contributions of this block to the gradients of q, k and v.
     """
 
-    forward: Callable[[jax.Array, jax.Array, jax.Array, Sight, Score], tuple[jax.Array, jax.Array]]
-    backward: Callable[[jax.Array, jax.Array, jax.Array, Kept, Sight, Score], Triple]
+    forward: Callable[[jax.Array, jax.Array, jax.Array, Visibility, ScoreOptions], tuple[jax.Array, jax.Array]]
+    backward: Callable[[jax.Array, jax.Array, jax.Array, AttentionResiduals, Visibility, ScoreOptions], Triple]
 
 
-def first_keys(places: TokenPositions, window: Window) -> jax.Array:
-    """Index of the first key that each query of a row sees, int32 [B, L]; L, behind the row, for padding.
+def first_keys(tokens: TokenPositions, window: Window) -> jax.Array:
+    """Index of the first key that each query of a sequence sees, int32 [B, L]; L, past the end, for padding.
 
-    The row lies in its own order: documents are unbroken runs with positions from 0.
+    Tokens are in the order of the sequence: documents are contiguous, with positions from 0.
     """
-    L = places.positions.shape[1]
-    seen = places.positions if window is None else jnp.minimum(places.positions, window - 1)
-    return jnp.where(places.segments > 0, jnp.arange(L) - seen, L).astype(jnp.int32)
+    L = tokens.positions.shape[1]
+    distance = tokens.positions if window is None else jnp.minimum(tokens.positions, window - 1)
+    return jnp.where(tokens.segments > 0, jnp.arange(L) - distance, L).astype(jnp.int32)
 
 
-def _tiles_forward(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, score: Score) -> tuple[jax.Array, jax.Array]:
-    return blocks.forward(q, k, v, sight.queries, sight.keys, *score, sight.ordered)
+def _tiles_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, options: ScoreOptions
+) -> tuple[jax.Array, jax.Array]:
+    return blocks.forward(q, k, v, visibility.queries, visibility.keys, *options, visibility.ordered)
 
 
-def _tiles_backward(q: jax.Array, k: jax.Array, v: jax.Array, kept: Kept, sight: Sight, score: Score) -> Triple:
-    sums = kept.lse_BHP, kept.delta_BHP, kept.dout_BPHV
-    return blocks.backward(q, k, v, *sums, sight.queries, sight.keys, *score, sight.ordered)
+def _tiles_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    residuals: AttentionResiduals,
+    visibility: Visibility,
+    options: ScoreOptions,
+) -> Triple:
+    sums = residuals.lse_BHP, residuals.delta_BHP, residuals.dout_BPHV
+    return blocks.backward(q, k, v, *sums, visibility.queries, visibility.keys, *options, visibility.ordered)
 
 
 TILES = Kernel(_tiles_forward, _tiles_backward)
-"""Runs everywhere."""
+"""Tiles in plain JAX (ops/blocks.py): runs on every platform."""
 
 
 def _mosaic_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, score: Score
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, options: ScoreOptions
 ) -> tuple[jax.Array, jax.Array]:
     from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
 
     out_BPHV, (top_BHP, sum_BHP) = PallasMosaicGpuFlashAttention()(
-        q, k, v, logits_scale=score.scale, logits_soft_cap=score.softcap, mask=_mask(sight), return_residuals=True
+        q,
+        k,
+        v,
+        logits_scale=options.scale,
+        logits_soft_cap=options.softcap,
+        mask=_mask(visibility),
+        return_residuals=True,
     )
     some_BHP = sum_BHP > 0
-    lse_BHP = jnp.where(some_BHP, top_BHP + jnp.log(jnp.where(some_BHP, sum_BHP, 1.0)), HIDDEN)
+    lse_BHP = jnp.where(some_BHP, top_BHP + jnp.log(jnp.where(some_BHP, sum_BHP, 1.0)), MASKED)
     return jnp.where(some_BHP.swapaxes(1, 2)[..., None], out_BPHV, 0), lse_BHP
 
 
-def _mosaic_backward(q: jax.Array, k: jax.Array, v: jax.Array, kept: Kept, sight: Sight, score: Score) -> Triple:
+def _mosaic_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    residuals: AttentionResiduals,
+    visibility: Visibility,
+    options: ScoreOptions,
+) -> Triple:
     from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
 
-    # A query that sees nothing has weight exp(score + HIDDEN) = 0 on whatever the kernel looks at.
-    lse_BHP = jnp.where(kept.lse_BHP > blocks.FLOOR, kept.lse_BHP, -HIDDEN)
+    # For a query without keys, lse = -MASKED makes every weight exp(score - lse) 0.
+    lse_BHP = jnp.where(residuals.lse_BHP > blocks.FLOOR, residuals.lse_BHP, -MASKED)
     gradients = PallasMosaicGpuFlashAttention().vjp(
-        (lse_BHP, jnp.ones_like(lse_BHP)), kept.out_BPHV.astype(q.dtype), kept.dout_BPHV.astype(q.dtype), q, k, v,
+        (lse_BHP, jnp.ones_like(lse_BHP)), residuals.out_BPHV.astype(q.dtype), residuals.dout_BPHV.astype(q.dtype),
+        q, k, v,
         precision=(jax.lax.DotAlgorithmPreset.DEFAULT,) * 2, logits_dtype=jnp.dtype(jnp.float32),
-        logits_scale=score.scale, bias=None, logits_soft_cap=score.softcap, mask=_mask(sight), dropout_mask=None,
-        dropout_rate=0.0, paging_info=None, q_indices=None, k_indices=None, normalize_output=True,
+        logits_scale=options.scale, bias=None, logits_soft_cap=options.softcap, mask=_mask(visibility),
+        dropout_mask=None, dropout_rate=0.0, paging_info=None, q_indices=None, k_indices=None, normalize_output=True,
         return_residuals=False,
     )  # fmt: skip
     return gradients["q"], gradients["k"], gradients["v"]
 
 
-def _mask(sight: Sight) -> Any:
-    """The window stands in `first` already: a window of the kernel's own would have it look at every block."""
+def _mask(visibility: Visibility) -> Any:
+    """The window is part of `first`: given as a local window it would make the kernel visit every block."""
     from tokamax._src.ops.attention.base import Mask
 
-    end = None if sight.end_BP is None else sight.end_BP[:, None]
-    return Mask(k_start=sight.first_BP[:, None], k_end=end, is_causal=sight.ordered)
+    end = None if visibility.end_BP is None else visibility.end_BP[:, None]
+    return Mask(k_start=visibility.first_BP[:, None], k_end=end, is_causal=visibility.ordered)
 
 
 MOSAIC = Kernel(_mosaic_forward, _mosaic_backward)
-"""tokamax' Mosaic kernel for Hopper and Blackwell, float16 and bfloat16; keys in row order."""
+"""tokamax' Mosaic kernel for Hopper and Blackwell, float16 and bfloat16; needs keys in sequence order."""
 
 
-def _cudnn_forward(q: jax.Array, k: jax.Array, v: jax.Array, sight: Sight, score: Score) -> tuple[jax.Array, jax.Array]:
+def _cudnn_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, options: ScoreOptions
+) -> tuple[jax.Array, jax.Array]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    kind = _cudnn_mask(cudnn, sight)
-    return cudnn.dot_product_attention(q, k, v, scale=score.scale, mask_type=kind, return_residual=True)
+    kind = _cudnn_mask(cudnn, visibility)
+    return cudnn.dot_product_attention(q, k, v, scale=options.scale, mask_type=kind, return_residual=True)
 
 
-def _cudnn_backward(q: jax.Array, k: jax.Array, v: jax.Array, kept: Kept, sight: Sight, score: Score) -> Triple:
+def _cudnn_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    residuals: AttentionResiduals,
+    visibility: Visibility,
+    options: ScoreOptions,
+) -> Triple:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    # The public function keeps its own lse; a block's gradient needs that of all blocks.
+    # The public function uses the lse of this block; the gradient needs the lse over all blocks.
     absent = jnp.zeros(0, q.dtype)
     dq, dk, dv = cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        q, k, v, *(absent,) * 7, kept.lse_BHP, kept.out_BPHV.astype(q.dtype), kept.dout_BPHV.astype(q.dtype),
-        scale=score.scale, seed=0, dropout_rate=0.0, variadic_args=(False, False), mask_type=_cudnn_mask(cudnn, sight),
+        q, k, v, *(absent,) * 7, residuals.lse_BHP, residuals.out_BPHV.astype(q.dtype),
+        residuals.dout_BPHV.astype(q.dtype), scale=options.scale, seed=0, dropout_rate=0.0,
+        variadic_args=(False, False), mask_type=_cudnn_mask(cudnn, visibility),
         layout=cudnn.AttentionLayout.BTNH.value, sliding_window_length=None, score_mod=None,
     )  # fmt: skip
     return dq, dk, dv
 
 
-def _cudnn_mask(cudnn: Any, sight: Sight) -> Any:
-    assert sight.end_BP is None, "cuDNN sees a block's keys up to the query itself, or all of them"
-    return cudnn.MaskType.CAUSAL if sight.ordered else cudnn.MaskType.NO_MASK
+def _cudnn_mask(cudnn: Any, visibility: Visibility) -> Any:
+    assert visibility.end_BP is None, "cuDNN attends to the keys up to the query, or to all keys of a block"
+    return cudnn.MaskType.CAUSAL if visibility.ordered else cudnn.MaskType.NO_MASK
 
 
 CUDNN = Kernel(_cudnn_forward, _cudnn_backward)
-"""cuDNN's kernel for rows of one document, no window; what padding gives has no meaning."""
+"""cuDNN's kernel for sequences of one document without a window; outputs of padding are undefined."""

@@ -1,4 +1,4 @@
-"""A matmul whose gradient products are written out."""
+"""A matmul with hand-written gradients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 def contract(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
     """jnp.einsum(equation, x, w) for an equation "x,w->out" whose dims each appear twice.
 
-    The gradient of w is made as x times slope. JAX's own rule makes slope times x and transposes the result, which has
-    the CPU compiler recompute the nonlinearity behind slope in transposed order (12% of a training step).
+    The gradient of w is the product of x and the cotangent. JAX's rule multiplies the cotangent by x and transposes the
+    result, which makes the CPU compiler recompute the preceding nonlinearity in transposed order (12% of a train step).
     """
     return jnp.einsum(equation, x, w)
 
@@ -22,8 +22,10 @@ def _forward(equation: str, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tupl
     return jnp.einsum(equation, x, w), (x, w)
 
 
-def _backward(equation: str, kept: tuple[jax.Array, jax.Array], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w = kept
+def _backward(
+    equation: str, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = residuals
     inputs, out = equation.split("->")
     left, right = inputs.split(",")
     dx = jnp.einsum(f"{out},{right}->{left}", cotangent, w)

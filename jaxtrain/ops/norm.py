@@ -1,4 +1,4 @@
-"""Normalisation over the last dim, computed in float32 whatever comes in."""
+"""Normalisation over the last dim, computed in float32 for inputs of any dtype."""
 
 from __future__ import annotations
 

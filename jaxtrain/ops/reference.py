@@ -1,4 +1,4 @@
-"""Plain mathematics on demand: what a proof compares every faster way with."""
+"""Reference implementations on demand: tests and `verify` compare every faster implementation with them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_PLAIN: ContextVar[bool] = ContextVar("jaxtrain_plain", default=False)
+_REFERENCE: ContextVar[bool] = ContextVar("jaxtrain_reference", default=False)
 
 
 @contextmanager
 def use_reference() -> Iterator[None]:
-    """While tracing here, attention is one dense softmax and a mixture a loop over its experts."""
-    token = _PLAIN.set(True)
+    """While tracing here, compute attention as one dense softmax and a mixture as a loop over its experts."""
+    token = _REFERENCE.set(True)
     try:
         yield
     finally:
-        _PLAIN.reset(token)
+        _REFERENCE.reset(token)
 
 
 def uses_reference() -> bool:
-    """Whether plain mathematics was asked for."""
-    return _PLAIN.get()
+    """Whether reference implementations are in use here."""
+    return _REFERENCE.get()

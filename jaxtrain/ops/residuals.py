@@ -1,4 +1,4 @@
-"""A function of two passes written by hand, of which the results of the first are named for remat."""
+"""custom_vjp whose forward outputs carry checkpoint names, so that remat policies can save them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from jaxtrain.numerics.remat import tag
 def custom_vjp_with_residuals(
     forward: Callable[..., tuple[jax.Array, jax.Array]], backward: Callable[..., tuple[Any, ...]], name: str
 ) -> Callable[..., jax.Array]:
-    """(inputs) -> out, where forward(*inputs) -> (out, more), with the gradient backward(inputs, out, more, dout).
+    """(*inputs) -> out, where forward(*inputs) -> (out, aux); its gradient is backward(inputs, out, aux, dout).
 
-    The first pass stands beside the differentiated function, which takes its results: a policy that keeps `name`
-    (numerics/remat.py) keeps both, and the backward pass needs no second one.
+    `forward` runs outside the custom_vjp, which takes its results as inputs. A policy that saves `name`
+    (numerics/remat.py) therefore saves both results, and the backward pass does not run `forward` again.
     """
 
     @jax.custom_vjp
-    def attach(inputs: tuple[Any, ...], out: jax.Array, more: jax.Array) -> jax.Array:
+    def attach(inputs: tuple[Any, ...], out: jax.Array, aux: jax.Array) -> jax.Array:
         return out
 
-    def keep(inputs: tuple[Any, ...], out: jax.Array, more: jax.Array) -> tuple[jax.Array, Any]:
-        return out, (inputs, out, more)
+    def attach_forward(inputs: tuple[Any, ...], out: jax.Array, aux: jax.Array) -> tuple[jax.Array, Any]:
+        return out, (inputs, out, aux)
 
-    def gradients(kept: Any, dout: jax.Array) -> tuple[Any, None, None]:
-        return backward(*kept, dout), None, None
+    def attach_backward(residuals: Any, dout: jax.Array) -> tuple[Any, None, None]:
+        return backward(*residuals, dout), None, None
 
-    attach.defvjp(keep, gradients)
+    attach.defvjp(attach_forward, attach_backward)
 
     def run(*inputs: Any) -> jax.Array:
-        out, more = (tag(x, name) for x in forward(*lax.stop_gradient(inputs)))
-        return attach(inputs, out, more)
+        out, aux = (tag(x, name) for x in forward(*lax.stop_gradient(inputs)))
+        return attach(inputs, out, aux)
 
     return run

@@ -26,7 +26,7 @@ from jaxtrain.hub.folder import read_json
 from jaxtrain.hub.load import describe, load
 from jaxtrain.mesh.constraints import use_rules
 from jaxtrain.mesh.layout import flatten_paths
-from jaxtrain.ops.zigzag import row_order
+from jaxtrain.ops.zigzag import zigzag_order
 from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.resolve import Bound, bind
 from jaxtrain.train.step import compile_step
@@ -196,7 +196,7 @@ def _logits(setup: Bound, params: Any, batch: HostBatch, want_BLV: np.ndarray) -
     got_ABLV = np.asarray(jax.jit(lambda fields: jax.lax.map(logits, fields))(sharded))
     if setup.batch_shape.sequence_devices > 1:
         # Undo the order of tokens under context parallelism; padding is at the end.
-        got_ABLV = got_ABLV[:, :, np.argsort(row_order(got_ABLV.shape[2], setup.batch_shape.sequence_devices))]
+        got_ABLV = got_ABLV[:, :, np.argsort(zigzag_order(got_ABLV.shape[2], setup.batch_shape.sequence_devices))]
     # Sequence g of the batch is sequence g // A of microbatch g mod A.
     got_BLV = got_ABLV[:, :, : want_BLV.shape[1]].swapaxes(0, 1).reshape(want_BLV.shape)
     difference = np.abs(got_BLV - want_BLV)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from jaxtrain.config import Axis, ConfigError, TrainConfig
 from jaxtrain.data import FIELDS, IGNORE
 from jaxtrain.mesh.layout import Layout
-from jaxtrain.ops.zigzag import padded_length, row_order
+from jaxtrain.ops.zigzag import padded_length, zigzag_order
 
 
 @dataclass(frozen=True)
@@ -130,4 +130,4 @@ def _stored(field: np.ndarray, shape: BatchShape, padding: int) -> np.ndarray:
         return field
     length = shape.stored(field.shape[1])
     padded = np.pad(field, ((0, 0), (0, length - field.shape[1])), constant_values=padding)
-    return padded[:, row_order(length, shape.sequence_devices)]
+    return padded[:, zigzag_order(length, shape.sequence_devices)]

@@ -26,7 +26,7 @@ from jaxtrain.nn.decoder import check_segments
 from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.numerics.remat import check_remat
-from jaxtrain.ops.attention import Choice, choose_for
+from jaxtrain.ops.attention import BackendChoice, choose_for
 from jaxtrain.optim import build_optimizer, schedule_end
 from jaxtrain.pipeline.schedule import make_schedule, schedule_shape
 from jaxtrain.pipeline.split import loops_of, split_stages
@@ -64,7 +64,7 @@ class Resolved:
     phases: tuple[Phase, ...]
     batch_shapes: tuple[BatchShape, ...]
     schedule: Schedule | None
-    attention: dict[int, Choice]
+    attention: dict[int, BackendChoice]
     notes: tuple[str, ...]
 
     @property
@@ -216,7 +216,9 @@ def _batch_shapes(
     )
 
 
-def _attention(config: RunConfig, topology: Topology, layout: Layout, lengths: Sequence[int]) -> dict[int, Choice]:
+def _attention(
+    config: RunConfig, topology: Topology, layout: Layout, lengths: Sequence[int]
+) -> dict[int, BackendChoice]:
     """Backend of each sequence length; what depends on the card is neither chosen nor checked where it is unknown."""
     device, split = topology.devices.flat[0], bool(layout.sequence_axes)
     described = isinstance(device, DescribedDevice)

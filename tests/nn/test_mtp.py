@@ -15,7 +15,7 @@ from jaxtrain.mesh.constraints import use_rules
 from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.nn.model import build
 from jaxtrain.nn.mtp import mtp_labels, shifted_fields
-from jaxtrain.ops.zigzag import row_order
+from jaxtrain.ops.zigzag import zigzag_order
 
 CONFIG = ModelConfig.model_validate({
     "vocab_size": 32, "d_model": 16, "n_layers": 2, "n_heads": 2, "d_ff": 24, "max_seq_len": 32, "mtp": 2,
@@ -59,7 +59,7 @@ def test_fields_further_on_stay_in_the_document(sizes, padding, depth, seed):
 def test_fields_of_rows_that_devices_share_lie_where_their_tokens_do(devices, chunk, depth, data):
     length = 2 * devices * chunk
     sizes = data.draw(st.lists(st.integers(1, length), max_size=4).filter(lambda sizes: sum(sizes) <= length))
-    rows, order = row(sizes, length), row_order(length, devices)
+    rows, order = row(sizes, length), zigzag_order(length, devices)
     want = shifted_fields(depth, rows["segments"], (rows["tokens"], 0), (rows["labels"], -1))
     shape = [devices if axis == "seq" else 1 for axis in AXES]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]).reshape(shape), AXES)

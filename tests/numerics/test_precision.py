@@ -1,4 +1,4 @@
-"""Formats of requirements section 2, the update that bfloat16 loses, the counter beyond int32."""
+"""Dtype formats, small changes that bfloat16 loses, the counter beyond int32."""
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ def test_formats(name, exponent, mantissa, size, largest):
     assert abs(float(info.max) / largest - 1) < 1e-6
 
 
-def test_master_keeps_the_update_that_bfloat16_loses():
-    """Near 1 the spacing of bfloat16 is 2^-7: updates of 2^-10 vanish, eight of them make one spacing."""
+def test_master_params_accumulate_changes_that_bfloat16_loses():
+    """Near 1 the spacing of bfloat16 is 2^-7: changes of 2^-10 are lost, eight of them are one spacing."""
     precision = Precision(PrecisionConfig(compute="bfloat16"))
     assert precision.separate_master_params
     master = {"w": jnp.ones(3, jnp.float32)}
@@ -40,13 +40,13 @@ def test_master_keeps_the_update_that_bfloat16_loses():
     np.testing.assert_array_equal(precision.cast(master)["w"], np.full(3, 1 + 2**-7))
 
 
-def test_float32_needs_no_masters_and_casts_nothing():
+def test_float32_has_no_separate_master_params():
     precision = Precision(PrecisionConfig())
     assert not precision.separate_master_params
     assert precision.cast({"w": jnp.ones(2)})["w"].dtype == jnp.float32
 
 
-def test_cast_leaves_integers_and_keys_alone():
+def test_cast_leaves_integers_and_keys_unchanged():
     tree = {"w": jnp.ones(2), "n": jnp.arange(3), "key": jax.random.key(0)}
     cast = jax.eval_shape(Precision(PrecisionConfig(compute="float16")).cast, tree)
     assert [cast[name].dtype for name in ("w", "n")] == [jnp.float16, jnp.int32]

@@ -1,4 +1,4 @@
-"""Remat policies: same gradients, other residuals; names that cannot help are errors."""
+"""Remat policies: same gradients, different residuals; names without effect are errors."""
 
 import itertools
 
@@ -27,11 +27,11 @@ def setting():
     model = build(CONFIG)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 64, (2, 16))
-    places = (np.tile(np.arange(8), (2, 2)), np.repeat([[1, 2], [1, 0]], 8, axis=1))
+    positions_and_segments = (np.tile(np.arange(8), (2, 2)), np.repeat([[1, 2], [1, 0]], 8, axis=1))
     params = model.init(jax.random.key(0))
 
     def loss(remat):
-        return lambda params: jnp.sum(jnp.sin(model.hidden(params, tokens, *places, remat)[0]))
+        return lambda params: jnp.sum(jnp.sin(model.hidden(params, tokens, *positions_and_segments, remat)[0]))
 
     return params, loss
 
@@ -45,17 +45,17 @@ def test_gradients_are_the_same(setting, name):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * np.abs(b).max())
 
 
-def test_each_policy_keeps_another_amount(setting):
+def test_each_policy_saves_a_different_amount(setting):
     params, loss = setting
-    # The leaves of a pullback are what the forward pass left for it.
-    kept = {
+    # The leaves of a pullback are its residuals.
+    saved = {
         name: sum(leaf.size for leaf in jax.tree.leaves(jax.vjp(loss(remat), params)[1]))
         for name, remat in POLICIES.items()
     }
     order = ["none", "dots", "names", "full", "full, two layers"]
-    assert all(kept[a] > kept[b] for a, b in itertools.pairwise(order)), kept
-    # q, k, v (32 + 16 + 16 a token) and mlp_up (48) more than full, for 2 x 16 tokens and 4 layers
-    assert kept["names"] - kept["full"] == 2 * 16 * 4 * (32 + 16 + 16 + 48)
+    assert all(saved[a] > saved[b] for a, b in itertools.pairwise(order)), saved
+    # More than full: q, k, v (32 + 16 + 16 per token) and mlp_up (48), for 2 x 16 tokens and 4 layers.
+    assert saved["names"] - saved["full"] == 2 * 16 * 4 * (32 + 16 + 16 + 48)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_each_policy_keeps_another_amount(setting):
         {"moe": {"experts": 4, "first_dense": 1}, "n_kv_heads": None, "mla": {"kv_rank": 8, "q_rank": 8}},
     ],
 )
-def test_names_of_are_those_that_the_blocks_produce(changes):
+def test_names_of_are_the_names_that_the_blocks_produce(changes):
     config = ModelConfig.model_validate({**CONFIG.model_dump(), **changes})
     model = build(config)
     ids = jnp.zeros((1, 4), jnp.int32)

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: growth, overflow, counts, and what it is for."""
+"""Dynamic loss scaling: growth, overflow, counts, and a gradient that it saves."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +11,11 @@ from jaxtrain.numerics import scaling
 
 
 def run(config, finites):
-    """States after each update."""
-    update = jax.jit(lambda state, finite: scaling.next_state(config, state, finite))
+    """States after each step."""
+    step = jax.jit(lambda state, finite: scaling.next_state(config, state, finite))
     states = [scaling.init(config)]
     for finite in finites:
-        states.append(update(states[-1], jnp.bool_(finite)))
+        states.append(step(states[-1], jnp.bool_(finite)))
     return [{name: value.item() for name, value in state.items()} for state in states]
 
 
@@ -29,7 +29,7 @@ def test_worked_float16_run():
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_other_dtypes_count_skips_at_scale_one(compute):
+def test_other_dtypes_count_skipped_steps_at_scale_one(compute):
     states = run(PrecisionConfig(compute=compute, scale_growth_every=1), [True, False, False, True])
     assert [s["scale"] for s in states] == [1] * 5
     assert [s["skipped"] for s in states] == [0, 0, 1, 2, 0]
@@ -38,7 +38,7 @@ def test_other_dtypes_count_skips_at_scale_one(compute):
 
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.booleans(), max_size=40), st.integers(1, 5))
-def test_scale_follows_a_plain_python_model(finites, every):
+def test_scale_follows_a_python_model(finites, every):
     config = PrecisionConfig(compute="float16", scale_init=2.0**6, scale_growth_every=every, scale_max=2.0**8)
     scale, good = 2.0**6, 0
     for finite, state in zip(finites, run(config, finites)[1:], strict=True):

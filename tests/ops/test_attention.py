@@ -15,27 +15,27 @@ from jaxtrain.config import AttentionConfig, ConfigError, RulesConfig, RunConfig
 from jaxtrain.mesh.constraints import use_rules
 from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.ops import attention, blocks
-from jaxtrain.ops.attention import Request, attend, choose, use_attention
+from jaxtrain.ops.attention import AttentionRequest, attend, choose, use_attention
 from jaxtrain.ops.reference import use_reference
 
 BACKENDS = ["dense", "xla"]  # those that run on a CPU
 
 
-def slow(q, k, v, segments, window, softcap, scale=None, sinks=None):
+def loop(q, k, v, segments, window, softcap, scale=None, sinks=None):
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     out = np.zeros((*q.shape[:3], v.shape[3]))
     for b, i, h in np.ndindex(q.shape[:3]):
         kv = h // (q.shape[2] // k.shape[2])
         first = 0 if window is None else max(0, i - window + 1)
-        seen = [j for j in range(first, i + 1) if segments[b, j] == segments[b, i] != 0]
-        if not seen:
+        visible = [j for j in range(first, i + 1) if segments[b, j] == segments[b, i] != 0]
+        if not visible:
             continue
-        scores = k[b, seen, kv] @ q[b, i, h] * (scale or 1 / np.sqrt(q.shape[3]))
+        scores = k[b, visible, kv] @ q[b, i, h] * (scale or 1 / np.sqrt(q.shape[3]))
         if softcap:
             scores = softcap * np.tanh(scores / softcap)
         weights = np.exp(scores - scores.max())
         sink = 0 if sinks is None else np.exp(sinks[h] - scores.max())
-        out[b, i, h] = weights / (weights.sum() + sink) @ v[b, seen, kv]
+        out[b, i, h] = weights / (weights.sum() + sink) @ v[b, visible, kv]
     return out
 
 
@@ -46,7 +46,7 @@ def inputs(seed, B, L, K, G, E, V=None):
 
 
 def positions_of(segments):
-    """Place of each token in its run of equal segments."""
+    """Position of each token in its document."""
     out = np.zeros_like(segments)
     for b, i in np.ndindex(segments.shape):
         out[b, i] = out[b, i - 1] + 1 if i and segments[b, i] == segments[b, i - 1] else 0
@@ -75,7 +75,7 @@ def test_definition(name, L, K, G, V, window, softcap, sinks, seed):
     with pytest.MonkeyPatch.context() as patch, backend(name):
         patch.setattr(blocks, "TILE", 4)
         out = attend(q, k, v, jnp.asarray(segments), positions_of(segments), window, softcap, scale, sinks)
-    np.testing.assert_allclose(out, slow(q, k, v, segments, window, softcap, scale, sinks), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(out, loop(q, k, v, segments, window, softcap, scale, sinks), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -105,7 +105,7 @@ def test_padding_gives_zeros_and_no_gradient(name):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_documents_of_a_row_do_not_see_each_other(name):
+def test_documents_of_a_sequence_do_not_see_each_other(name):
     q, k, v = inputs(2, 1, 8, 2, 1, 4)
     segments = np.array([[1, 1, 1, 2, 2, 2, 2, 0]])
     with backend(name):
@@ -128,7 +128,7 @@ def test_bfloat16_sums_in_float32():
 @settings(max_examples=3, deadline=None)
 @given(st.integers(2, 11), st.sampled_from([None, 3]), st.sampled_from([None, 1.5]), st.integers(0, 99))
 def test_gradients_of_every_input_agree(L, window, softcap, seed):
-    """Tiles with their own backward pass against the softmax that JAX differentiates, sinks and a traced window too."""
+    """The tiled backward pass against JAX's gradient of the dense softmax, with sinks and a traced window."""
     q, k, v = inputs(seed, 2, L, 2, 2, 4, 6)
     segments = np.sort(np.random.default_rng(seed).integers(0, 3, (2, L)))[:, ::-1].copy()
     sinks = jnp.linspace(-1.0, 1.0, 4)
@@ -159,16 +159,16 @@ def test_order_of_tokens_does_not_matter_to_dense():
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_heads_sharded_over_more_devices_than_kv_heads(kv_heads):
-    """Tensor 4: eight query heads are split, two kv heads stay whole; queries are never gathered."""
+    """Tensor 4: eight query heads are sharded, two kv heads are not; queries are never gathered."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "tensor"))
     q, k, v = inputs(4, 2, 16, kv_heads, 8 // kv_heads, 4)
-    places = one_document(2, 16)
+    tokens = one_document(2, 16)
     kv = P("data", None, "tensor" if kv_heads == 8 else None)
     specs = (P("data", None, "tensor"), kv, kv)
     shardings = tuple(NamedSharding(mesh, spec) for spec in specs)
 
     def forward(q, k, v):
-        return attend(q, k, v, *places)
+        return attend(q, k, v, *tokens)
 
     def total(q, k, v):
         return jnp.sum(jnp.cos(forward(q, k, v)))
@@ -178,7 +178,7 @@ def test_heads_sharded_over_more_devices_than_kv_heads(kv_heads):
         in_shardings=shardings, out_shardings=(shardings[0], shardings),
     ).lower(q, k, v).compile()  # fmt: skip
     gathered = re.findall(r"= f32\[([\d,]*)\]\S* all-gather\(", both.as_text())
-    assert set(gathered) <= {"1,16,2,4"}, gathered  # gradients of whole kv heads, nothing of the size of queries
+    assert set(gathered) <= {"1,16,2,4"}, gathered  # gradients of unsharded kv heads; nothing of the size of queries
     expected = (forward(q, k, v), jax.grad(total, (0, 1, 2))(q, k, v))
     actual = both(*map(jax.device_put, (q, k, v), shardings))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), actual, expected)
@@ -189,39 +189,39 @@ FIVE = ("data", "pipe", "tensor", "seq", "expert")
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_tiles_run_on_each_device_under_the_map_over_replicas(kv_heads):
-    """Data 2 deferred by a vmap, tensor 4: no device holds more than its heads, gradients are those of one device."""
+    """Data 2 deferred by a vmap, tensor 4: gradients are those of one device."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 1, 4, 1, 1), FIVE)
     rules = resolve_rules(RulesConfig(preset=["tensor"]))
     q, k, v = inputs(4, 4, 16, kv_heads, 8 // kv_heads, 4)
-    sinks, places = jnp.linspace(-1.0, 1.0, 8), one_document(4, 16)
+    sinks, tokens = jnp.linspace(-1.0, 1.0, 8), one_document(4, 16)
 
-    def total(q, k, v, sinks, *places):
-        return jnp.sum(jnp.cos(attend(q, k, v, *places, jnp.int32(5), sinks_H=sinks)))
+    def total(q, k, v, sinks, *tokens):
+        return jnp.sum(jnp.cos(attend(q, k, v, *tokens, jnp.int32(5), sinks_H=sinks)))
 
-    def mapped(q, k, v, sinks, *places):
+    def mapped(q, k, v, sinks, *tokens):
         with use_rules(rules, mesh, without=("data",)), backend("xla"):
-            by_replica = [a.reshape(2, 2, *a.shape[1:]) for a in (q, k, v, *places)]
+            by_replica = [a.reshape(2, 2, *a.shape[1:]) for a in (q, k, v, *tokens)]
             each = jax.vmap(
                 jax.value_and_grad(total, (0, 1, 2, 3)), (0, 0, 0, None, 0, 0), spmd_axis_name="data"
             )(*by_replica[:3], sinks, *by_replica[3:])  # fmt: skip
             value, (dq, dk, dv, dsinks) = each
         return value.sum(), [a.reshape(4, *a.shape[2:]) for a in (dq, dk, dv)], dsinks.sum(0)
 
-    got = jax.jit(mapped)(q, k, v, sinks, *places)
+    got = jax.jit(mapped)(q, k, v, sinks, *tokens)
     with use_reference():
-        value, (*want, dsinks) = jax.value_and_grad(total, (0, 1, 2, 3))(q, k, v, sinks, *places)
+        value, (*want, dsinks) = jax.value_and_grad(total, (0, 1, 2, 3))(q, k, v, sinks, *tokens)
     for a, b in zip(jax.tree.leaves(got), (value, *want, dsinks), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * max(1, float(np.abs(b).max())))
 
 
-def test_kept_output_is_not_attended_again():
-    """remat.names [attention_out]: the backward pass computes no softmax a second time."""
+def test_saved_output_is_not_recomputed():
+    """remat.names [attention_out]: the backward pass does not run the forward pass again."""
     q, k, v = inputs(6, 1, 16, 1, 2, 4)
-    places = one_document(1, 16)
+    tokens = one_document(1, 16)
 
     def exponentials(policy):
         def f(q, k, v):
-            return jnp.sum(attend(jnp.sin(q), k, v, *places))
+            return jnp.sum(attend(jnp.sin(q), k, v, *tokens))
 
         with backend("xla"):
             return str(jax.make_jaxpr(jax.value_and_grad(jax.checkpoint(f, policy=policy)))(q, k, v)).count(" exp ")
@@ -231,20 +231,20 @@ def test_kept_output_is_not_attended_again():
     assert exponentials(policies.nothing_saveable) == 2 + 2 + 1
 
 
-CPU = Request("cpu", None, 512, (64, 64), "float32")
-HOPPER = Request("gpu", 9.0, 8192, (128, 128), "bfloat16")
+CPU = AttentionRequest("cpu", None, 512, (64, 64), "float32")
+HOPPER = AttentionRequest("gpu", 9.0, 8192, (128, 128), "bfloat16")
 
 
 @pytest.mark.parametrize(("request_", "expected"), [
     (CPU, "dense"),
     (CPU._replace(length=32_768), "xla"),
     (CPU._replace(context_method="ring"), "xla"),
-    (Request("tpu", None, 512, (128, 128), "bfloat16"), "xla"),
+    (AttentionRequest("tpu", None, 512, (128, 128), "bfloat16"), "xla"),
     (HOPPER._replace(dtype="float32"), "xla"),
     (HOPPER._replace(capability=8.0), "xla"),
     (HOPPER._replace(capability=8.0, packed=False), "cudnn"),
 ])  # fmt: skip
-def test_auto_takes_the_first_that_can(request_, expected):
+def test_auto_chooses_the_first_that_can(request_, expected):
     choice = choose("auto", request_)
     assert choice.backend.name == expected
     assert all(
@@ -252,8 +252,10 @@ def test_auto_takes_the_first_that_can(request_, expected):
     )
 
 
-@pytest.mark.parametrize("changed", [{}, {"window": True}, {"softcap": True, "sinks": True}, {"way": "ring"}])
-def test_auto_on_hopper_is_tokamax_for_packed_rows(changed, monkeypatch):
+@pytest.mark.parametrize(
+    "changed", [{}, {"window": True}, {"softcap": True, "sinks": True}, {"context_method": "ring"}]
+)
+def test_auto_on_hopper_is_tokamax_for_packed_sequences(changed, monkeypatch):
     monkeypatch.setattr(attention, "find_spec", lambda name: name)
     assert choose("auto", HOPPER._replace(**changed)).backend.name == "tokamax"
 
@@ -261,17 +263,17 @@ def test_auto_on_hopper_is_tokamax_for_packed_rows(changed, monkeypatch):
 @pytest.mark.parametrize(("wanted", "request_", "why", "able"), [
     ("tokamax", CPU, "NVIDIA GPUs of compute capability 9", "dense, xla"),
     ("tokamax", HOPPER._replace(dtype="float32"), "float32", "dense, xla"),
-    ("cudnn", HOPPER, "documents of a packed row", "xla"),
+    ("cudnn", HOPPER, "documents of a packed sequence", "xla"),
     ("cudnn", HOPPER._replace(packed=False, window=True), "windows", "xla"),
     ("cudnn", HOPPER._replace(packed=False, widths=(60, 60)), "multiples of 8", "xla"),
     ("dense", CPU._replace(context_method="ring"), "mesh.seq", "xla"),
 ])  # fmt: skip
-def test_what_a_backend_cannot_do_is_refused_with_those_that_can(wanted, request_, why, able):
-    with pytest.raises(ConfigError, match=re.escape(f"attention.backend {wanted} cannot")) as error:
+def test_unsupported_backend_is_an_error_that_names_the_supported_ones(wanted, request_, why, able):
+    with pytest.raises(ConfigError, match=re.escape(f"attention.backend {wanted} cannot be used")) as error:
         choose(wanted, request_)
     assert why in str(error.value) and str(error.value).endswith(able)
 
 
-def test_a_forced_backend_is_refused_where_it_is_used():
+def test_unsupported_backend_is_an_error_in_attend():
     with backend("cudnn"), pytest.raises(ConfigError, match=r"attention\.backend cudnn"):
         attend(*inputs(0, 1, 4, 1, 1, 8), *one_document(1, 4))

@@ -1,4 +1,4 @@
-"""Dispatch against a loop over experts; the ragged all-to-all against its definition; nothing lost, or all counted."""
+"""Dispatch against a loop over experts; the ragged all-to-all against its definition; lost tokens are counted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from jaxtrain.config import AXES, ConfigError, RulesConfig
 from jaxtrain.mesh.constraints import use_rules
 from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.ops import dispatch
-from jaxtrain.ops.dispatch import Experts, Map, mixture
+from jaxtrain.ops.dispatch import ExpertLinear, Experts, mixture
 from jaxtrain.ops.grouped import grouped_matmul
-from jaxtrain.ops.ragged import Slices, exchange
+from jaxtrain.ops.ragged import RaggedSlices, exchange
 from jaxtrain.ops.reference import use_reference
 
 D, F, X, K = 8, 12, 8, 2
@@ -35,27 +35,27 @@ def swiglu(gate: jax.Array | None, up: jax.Array) -> jax.Array:
 
 
 def experts_of(rng: np.random.Generator, bias: bool = True) -> Experts:
-    def one(*shape: int) -> Map:
+    def one(*shape: int) -> ExpertLinear:
         a = rng.normal(size=shape), rng.normal(size=(shape[0], shape[2]))
-        return Map(jnp.asarray(a[0] / 3, jnp.float32), jnp.asarray(a[1], jnp.float32) if bias else None)
+        return ExpertLinear(jnp.asarray(a[0] / 3, jnp.float32), jnp.asarray(a[1], jnp.float32) if bias else None)
 
     return Experts(one(X, D, F), one(X, D, F), one(X, F, D))
 
 
-def case(seed: int, rows: int, length: int, kind: str) -> tuple[Any, ...]:
-    """x, chosen, weights: experts random, all the same two, or one of them idle (`kind`); some tokens stay out."""
+def case(seed: int, sequences: int, length: int, kind: str) -> tuple[Any, ...]:
+    """x, chosen, weights: random experts, the same two for all, or one idle (`kind`); some tokens choose no expert."""
     rng = np.random.default_rng(seed)
-    scores = rng.random((rows, length, X))
+    scores = rng.random((sequences, length, X))
     if kind == "one expert":
         scores[..., 5] = 2
         scores[..., 4] = 1.5
     if kind == "idle expert":
         scores[..., 3] = -1
     chosen = np.argsort(-scores, axis=-1)[..., :K]
-    weights = rng.random((rows, length, K))
-    out = rng.random((rows, length)) < 0.2
-    chosen[out], weights[out] = X, 0
-    x = rng.normal(size=(rows, length, D))
+    weights = rng.random((sequences, length, K))
+    padding = rng.random((sequences, length)) < 0.2
+    chosen[padding], weights[padding] = X, 0
+    x = rng.normal(size=(sequences, length, D))
     return jnp.asarray(x, jnp.float32), jnp.asarray(chosen), jnp.asarray(weights, jnp.float32)
 
 
@@ -101,15 +101,17 @@ def test_every_layout_gives_the_loop_over_experts(name: str) -> None:
 
     for kind, want in zip(kinds, wants, strict=True):
         (y, lost, traffic), gradients = run(*case(1, 8, 12, kind))
-        assert int(lost) == 0, "dropless means that nothing is dropped"
+        assert int(lost) == 0, "dropless dispatch lost tokens"
         assert np.asarray(traffic).diagonal().sum() == 0
         assert_close(y, want[0][0])
         assert_close(gradients, want[1])
 
 
-@pytest.mark.parametrize(("rows", "length", "limit"), [(3, 7, 64), (4, 5, 256)])
-def test_turns_of_any_size_change_nothing(rows: int, length: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    args, experts = case(rows, rows, length, "random"), experts_of(np.random.default_rng(1), bias=False)
+@pytest.mark.parametrize(("sequences", "length", "limit"), [(3, 7, 64), (4, 5, 256)])
+def test_chunks_of_any_size_give_the_same_result(
+    sequences: int, length: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, experts = case(sequences, sequences, length, "random"), experts_of(np.random.default_rng(1), bias=False)
     with use_reference():
         want = jax.jit(partial(results, experts=experts))(*args)
     monkeypatch.setattr(dispatch, "BUFFER_BYTES", limit)
@@ -118,7 +120,7 @@ def test_turns_of_any_size_change_nothing(rows: int, length: int, limit: int, mo
     assert_close(got[1], want[1])
 
 
-def test_a_bounded_buffer_counts_what_did_not_fit_and_gives_zero_for_it() -> None:
+def test_a_bounded_buffer_counts_lost_choices() -> None:
     x, chosen, weights = case(2, 4, 8, "one expert")
     experts, mesh = experts_of(np.random.default_rng(0), bias=False), mesh_of(expert=4)
 
@@ -128,26 +130,26 @@ def test_a_bounded_buffer_counts_what_did_not_fit_and_gives_zero_for_it() -> Non
 
     y, lost, traffic = jax.jit(partial(run, None))(x, chosen, weights)
     assert int(lost) == 0
-    bounded, less, _ = jax.jit(partial(run, 1.0))(x, chosen, weights)
-    # Experts 4 and 5 live on device 2, whose buffer holds 8 x K rows; all real tokens choose both.
+    bounded, lost, _ = jax.jit(partial(run, 1.0))(x, chosen, weights)
+    # Experts 4 and 5 are on device 2, whose buffer holds 8 x K tokens; all real tokens choose both.
     real = np.asarray(chosen)[..., 0] < X
-    assert int(less) == 2 * real.sum() - 8 * K
+    assert int(lost) == 2 * real.sum() - 8 * K
     assert int(np.asarray(traffic).sum()) == 2 * real[[0, 1, 3]].sum()
     assert np.isfinite(bounded).all() and np.abs(bounded - y).max() > 0.1
 
 
-def test_a_length_that_the_experts_axes_do_not_divide_is_refused() -> None:
+def test_a_length_that_the_axes_of_experts_do_not_divide_is_an_error() -> None:
     x, chosen, weights = case(0, 2, 7, "random")
     with (
         use_rules(resolve_rules(RulesConfig(experts="tensor")), mesh_of(tensor=2)),
-        pytest.raises(ConfigError, match=r"data\.length 7 is not divisible by tensor = 2"),
+        pytest.raises(ConfigError, match=r"data\.seq_len 7 is not divisible by tensor = 2"),
     ):
         mixture(x, chosen, weights, experts_of(np.random.default_rng(0)), swiglu)
 
 
 @settings(max_examples=6, deadline=None)
 @given(sizes=st.lists(st.integers(0, 5), min_size=3, max_size=3), spare=st.integers(0, 4))
-def test_grouped_matmul_against_each_group_alone(sizes: list[int], spare: int) -> None:
+def test_grouped_matmul_against_a_loop_over_groups(sizes: list[int], spare: int) -> None:
     rng = np.random.default_rng(sum(sizes))
     rows = sum(sizes) + spare
     x, w = rng.normal(size=(rows, 4)), rng.normal(size=(3, 4, 5))
@@ -164,41 +166,41 @@ def test_grouped_matmul_against_each_group_alone(sizes: list[int], spare: int) -
 
 
 @pytest.mark.parametrize("batched", [False, True])
-def test_the_emulated_exchange_does_what_the_definition_says(batched: bool) -> None:
-    n, each, rows, wide = 4, 2, 24, 3
+def test_emulated_exchange(batched: bool) -> None:
+    n, each, rows, width = 4, 2, 24, 3
     rng = np.random.default_rng(0)
     sizes = rng.integers(0, 4, (n, n, each))
     start = np.cumsum(sizes.reshape(n, -1), axis=1).reshape(sizes.shape) - sizes
-    # At the receiver: expert by expert, of each the rows of the first device first.
+    # At the receiver: sorted by expert, then by sender.
     order = sizes.transpose(1, 2, 0).reshape(n, -1)
     target = (np.cumsum(order, axis=1) - order).reshape(n, each, n).transpose(2, 0, 1)
-    x = rng.normal(size=(n, 24, wide)).astype(np.float32)
-    want = np.zeros((n, rows, wide), np.float32)
+    x = rng.normal(size=(n, 24, width)).astype(np.float32)
+    want = np.zeros((n, rows, width), np.float32)
     for src, dst, i in np.ndindex(n, n, each):
         s, a, b = sizes[src, dst, i], start[src, dst, i], target[src, dst, i]
         want[dst, b : b + s] = x[src, a : a + s]
 
-    def flat(there: np.ndarray) -> np.ndarray:
-        return there.reshape(n, -1)
+    def flat(field: np.ndarray) -> np.ndarray:
+        return field.reshape(n, -1)
 
     received = sizes.transpose(1, 0, 2)
-    there = Slices(*map(flat, (start, sizes, target, received)))
-    back = Slices(*map(flat, (target.transpose(1, 0, 2), received, start.transpose(1, 0, 2), sizes)))
+    outbound = RaggedSlices(*map(flat, (start, sizes, target, received)))
+    inbound = RaggedSlices(*map(flat, (target.transpose(1, 0, 2), received, start.transpose(1, 0, 2), sizes)))
 
-    def body(x: Any, there: Any, back: Any) -> Any:
-        there, back = (jax.tree.map(lambda a: a[0], s) for s in (there, back))
-        return exchange(x[0], there, back, rows, ("expert",), "cpu")[None]
+    def body(x: Any, outbound: Any, inbound: Any) -> Any:
+        outbound, inbound = (jax.tree.map(lambda a: a[0], s) for s in (outbound, inbound))
+        return exchange(x[0], outbound, inbound, rows, ("expert",), "cpu")[None]
 
     spec = PartitionSpec("expert")
     run = jax.shard_map(body, mesh=mesh_of(expert=n), in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
     if batched:
         run_one = run
         run = lambda x, t, b: jax.vmap(run_one, in_axes=(0, None, None))(x[None], t, b)[0]  # noqa: E731
-    got, pull = jax.vjp(lambda x: jax.jit(run)(x, there, back), jnp.asarray(x))
+    got, pull = jax.vjp(lambda x: jax.jit(run)(x, outbound, inbound), jnp.asarray(x))
     np.testing.assert_array_equal(got, want)
-    # Rows that travel come home with the gradient, the others have none.
-    home = pull(jnp.asarray(want))[0]
+    # The gradient of a sent row is its received cotangent; rows that are not sent have gradient 0.
+    gradient = pull(jnp.asarray(want))[0]
     for src in range(n):
-        travelled = sizes[src].sum()
-        np.testing.assert_array_equal(home[src, :travelled], x[src, :travelled])
-        assert not np.asarray(home[src, travelled:]).any()
+        sent = sizes[src].sum()
+        np.testing.assert_array_equal(gradient[src, :sent], x[src, :sent])
+        assert not np.asarray(gradient[src, sent:]).any()

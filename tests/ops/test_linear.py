@@ -1,4 +1,4 @@
-"""The written-out gradient products against JAX's own rule."""
+"""Hand-written gradients of a matmul against JAX's rule."""
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +21,9 @@ def test_value_and_gradients(equation):
     def total(product):
         return lambda x, w: jnp.sum(jnp.sin(product(x, w)))
 
-    ours = jax.value_and_grad(total(lambda x, w: contract(equation, x, w)), (0, 1))(x, w)
-    plain = jax.value_and_grad(total(lambda x, w: jnp.einsum(equation, x, w)), (0, 1))(x, w)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, plain)
+    actual = jax.value_and_grad(total(lambda x, w: contract(equation, x, w)), (0, 1))(x, w)
+    expected = jax.value_and_grad(total(lambda x, w: jnp.einsum(equation, x, w)), (0, 1))(x, w)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, expected)
 
 
 def test_gradients_keep_the_dtypes_of_their_arguments():

@@ -1,4 +1,4 @@
-"""Cross entropy against optax and closed forms: masked, chunked, capped, mapped, with a sharded vocabulary."""
+"""Cross entropy against optax and closed forms: masked, chunked, capped, vmapped, with a sharded vocabulary."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from jaxtrain.ops import loss
 from jaxtrain.ops.loss import IGNORE, cross_entropy, loss_sums
 
 
-def plain(x, w, labels, softcap=None):
+def reference(x, w, labels, softcap=None):
     logits = loss.soft_cap(jnp.einsum("bld,dv->blv", x, w), softcap)
     each = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(labels, 0))
     return jnp.sum(jnp.where(labels != IGNORE, each, 0.0))
@@ -49,8 +49,8 @@ def test_values_and_gradients(B, L, D, V, softcap, chunk, seed):
         patch.setattr(loss, "CHUNK_TOKENS", chunk)
         total, count = cross_entropy(x, w, labels, softcap)
         gradients = jax.grad(lambda x, w: 3 * cross_entropy(x, w, labels, softcap)[0], (0, 1))(x, w)
-    agree(total, plain(x, w, labels, softcap))
-    agree(gradients, jax.grad(lambda x, w: 3 * plain(x, w, labels, softcap), (0, 1))(x, w))
+    agree(total, reference(x, w, labels, softcap))
+    agree(gradients, jax.grad(lambda x, w: 3 * reference(x, w, labels, softcap), (0, 1))(x, w))
     assert count == np.sum(np.asarray(labels) != IGNORE) and count.dtype == jnp.int32
 
 
@@ -61,7 +61,7 @@ def test_uniform_logits_cost_log_vocabulary():
 
 
 def test_z_loss_of_uniform_logits():
-    """Logits of 0: logsumexp is log V, so the z-loss is weight x log(V)^2 a token; its slope falls on every logit."""
+    """Logits of 0: logsumexp is log V, so the z-loss is weight x log(V)^2 a token; every logit has a gradient."""
     x, labels = jnp.ones((1, 2, 1)), jnp.array([[3, IGNORE]])
     objective, sums = loss_sums(x, jnp.zeros((1, 50)), labels, z_weight=0.1)
     np.testing.assert_allclose(sums["z_loss"], 0.1 * math.log(50) ** 2, rtol=1e-6)
@@ -78,19 +78,19 @@ def test_z_loss_of_uniform_logits():
 def test_z_loss_values_and_gradients(L, softcap, seed):
     x, w, labels = inputs(seed, 2, L, 5, 17)
 
-    def reference(x, w):
+    def with_z_loss(x, w):
         logits = loss.soft_cap(jnp.einsum("bld,dv->blv", x, w), softcap)
         squares = jnp.square(jax.nn.logsumexp(logits, axis=-1))
-        return plain(x, w, labels, softcap) + 0.3 * jnp.sum(jnp.where(labels != IGNORE, squares, 0.0))
+        return reference(x, w, labels, softcap) + 0.3 * jnp.sum(jnp.where(labels != IGNORE, squares, 0.0))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "CHUNK_TOKENS", 2)
         got = jax.value_and_grad(lambda x, w: loss_sums(x, w, labels, softcap, z_weight=0.3)[0], (0, 1))(x, w)
-    agree(got, jax.value_and_grad(reference, (0, 1))(x, w))
+    agree(got, jax.value_and_grad(with_z_loss, (0, 1))(x, w))
 
 
 def test_temporaries_are_linear_in_vocabulary_and_flat_in_length():
-    """Compiler bytes: of the [D, V] gradient and one chunk of logits, never of [B, L, V]."""
+    """Compiler bytes are those of the [D, V] gradient and one chunk of logits, not of [B, L, V]."""
 
     def temporaries(L, V):
         shapes = [jax.ShapeDtypeStruct((1, L, 8), jnp.float32), jax.ShapeDtypeStruct((8, V), jnp.float32)]
@@ -98,13 +98,13 @@ def test_temporaries_are_linear_in_vocabulary_and_flat_in_length():
         compiled = jax.jit(step).lower(*shapes, jax.ShapeDtypeStruct((1, L), jnp.int32)).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    small, wide, long = temporaries(2048, 2048), temporaries(2048, 8192), temporaries(8192, 2048)
+    small, wide, many = temporaries(2048, 2048), temporaries(2048, 8192), temporaries(8192, 2048)
     assert 3 * small < wide < 4.5 * small
-    assert long - small < 4 * 8192 * 8 * 8  # the residual stream's gradient, a few times over
+    assert many - small < 4 * 8192 * 8 * 8  # the residual stream's gradient, a few times over
     assert wide < 4 * 2048 * 8192  # all logits in float32
 
 
-def test_nothing_scored_is_zero_with_zero_gradients():
+def test_without_a_scored_label_loss_and_gradients_are_zero():
     x, w, labels = inputs(0, 2, 8, 4, 11, scored=0)
     (total, count), gradients = jax.value_and_grad(
         lambda x, w: cross_entropy(x, w, labels), argnums=(0, 1), has_aux=True
@@ -119,8 +119,8 @@ def test_tokens_of_a_chunk_grow_with_width():
     ]  # fmt: skip
 
 
-def test_logits_are_never_kept():
-    """Only [N, B, C, D] and [D, V] leave the forward pass: no residual is as large as all logits."""
+def test_logits_are_not_saved():
+    """Residuals are [N, B, C, D] and [D, V]: none is as large as all logits."""
     x, w, labels = inputs(0, 2, 1024, 4, 64)
     _, pull = jax.vjp(lambda x, w: cross_entropy(x, w, labels)[0], x, w)
     assert max(leaf.size for leaf in jax.tree.leaves(pull)) < 2 * 1024 * 64
@@ -150,7 +150,7 @@ def test_sharded_vocabulary_is_never_gathered(softcap):
 
     compiled = jax.jit(sharded, in_shardings=shardings).lower(x, w, labels).compile()
     actual = compiled(*map(jax.device_put, (x, w, labels), shardings))
-    agree(actual, jax.value_and_grad(lambda x, w: plain(x, w, labels, softcap), (0, 1))(x, w))
+    agree(actual, jax.value_and_grad(lambda x, w: reference(x, w, labels, softcap), (0, 1))(x, w))
     gathered = [line for line in compiled.as_text().splitlines() if " all-gather(" in line]
     assert all(",64]" not in line and "[64" not in line for line in gathered), gathered
 
@@ -170,22 +170,22 @@ def test_batch_shards_reduce_the_head_gradient_once():
         return jax.jit(step, in_shardings=shardings, out_shardings=shardings[:2]).lower(x, w, labels).compile()
 
     once = compiled(8)
-    expected = jax.grad(lambda x, w: plain(x, w, labels), (0, 1))(x, w)
+    expected = jax.grad(lambda x, w: reference(x, w, labels), (0, 1))(x, w)
     agree(once(*map(jax.device_put, (x, w, labels), shardings)), expected)
     assert not reduced_in_a_loop(once.as_text())
-    assert reduced_in_a_loop(compiled(1).as_text())  # else the setting has lost its use
+    assert reduced_in_a_loop(compiled(1).as_text())  # otherwise batch_shards would have no effect
 
 
 @pytest.mark.parametrize("batch_shards", [1, 2])
-def test_sharded_length_chunks_each_part_and_reduces_once(batch_shards):
-    """Sequence 4: logits of a chunk are split over it, and the gradient of w is reduced after the last chunk."""
+def test_sharded_length_chunks_each_shard_and_reduces_once(batch_shards):
+    """Sequence 4: logits of a chunk are sharded over it, and the gradient of w is reduced after the last chunk."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 1, 1, 4, 1), ("data", "pipe", "tensor", "seq", "expert"))
     rules = resolve_rules(
         RulesConfig(preset=["fsdp"] if batch_shards > 1 else ["ddp"], batch=None if batch_shards == 1 else "data")
     )
     x, w, labels = inputs(5, 2, 4160, 16, 128)
-    rows = P("data" if batch_shards > 1 else None, "seq")
-    shardings = tuple(NamedSharding(mesh, spec) for spec in (rows, P(), rows))
+    tokens = P("data" if batch_shards > 1 else None, "seq")
+    shardings = tuple(NamedSharding(mesh, spec) for spec in (tokens, P(), tokens))
 
     def step(x, w, labels):
         with use_rules(rules, mesh):
@@ -200,7 +200,7 @@ def test_sharded_length_chunks_each_part_and_reduces_once(batch_shards):
     largest = max(
         math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[([\d,]+,128)\]", compiled.as_text())
     )
-    assert largest <= 2 // batch_shards * 260 * 128  # 1,040 tokens of a part in chunks of 260
+    assert largest <= 2 // batch_shards * 260 * 128  # 1,040 tokens of a shard in chunks of 260
 
 
 def reduced_in_a_loop(text):
@@ -209,12 +209,12 @@ def reduced_in_a_loop(text):
     return bool(re.search(r"= f32\[(1,)*16,128\]\S* all-reduce\(", text[:entry]))
 
 
-def test_mapped_over_replicas_and_scanned():
+def test_vmap_over_replicas_in_a_scan():
     """vmap with a mesh axis over replicas, grad inside and outside, scan over microbatches."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 1, 2, 1, 1), ("data", "pipe", "tensor", "seq", "expert"))
     rules = resolve_rules(RulesConfig(preset=["tensor"]))
     x, w, labels = inputs(2, 8, 512, 8, 32)
-    split = [a.reshape(2, 4, 1, *a.shape[1:]) for a in (x, labels)]  # microbatch, replica, sequence
+    shaped = [a.reshape(2, 4, 1, *a.shape[1:]) for a in (x, labels)]  # microbatch, replica, sequence
 
     def one(w, x, labels):
         return cross_entropy(x, w, labels)[0]
@@ -227,6 +227,6 @@ def test_mapped_over_replicas_and_scanned():
             )(w)  # fmt: skip
         return (total[0] + inside, total[1] + outside), None
 
-    (inside, outside), _ = jax.jit(lambda: jax.lax.scan(micro, (jnp.zeros_like(w),) * 2, tuple(split)))()
-    expected = jax.grad(lambda w: plain(x, w, labels))(w)
+    (inside, outside), _ = jax.jit(lambda: jax.lax.scan(micro, (jnp.zeros_like(w),) * 2, tuple(shaped)))()
+    expected = jax.grad(lambda w: reference(x, w, labels))(w)
     agree((inside, outside), (expected, expected))

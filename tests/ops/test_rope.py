@@ -1,4 +1,4 @@
-"""Rotary positions: closed forms and the property that gives them their meaning."""
+"""Rotary position embeddings: closed forms, relative positions, scaling."""
 
 import math
 
@@ -19,7 +19,7 @@ def rotated(x_E, position, theta=10_000.0):
 
 
 def test_worked_example():
-    # width 4, theta 100: pair 0 (dims 0, 2) turns 1 radian a position, pair 1 (dims 1, 3) 0.1 radian
+    # width 4, theta 100: pair 0 (dims 0, 2) rotates by 1 radian per position, pair 1 (dims 1, 3) by 0.1
     np.testing.assert_allclose(rope.frequencies(4, 100.0), [1.0, 0.1], rtol=1e-6)
     expected = [math.cos(3), math.cos(0.3), math.sin(3), math.sin(0.3)]
     np.testing.assert_allclose(rotated([1, 1, 0, 0], 3, 100.0), expected, rtol=1e-5)
@@ -34,14 +34,14 @@ def test_scores_depend_on_distance_only(pairs, at, other, shift, seed):
     np.testing.assert_allclose(here, there, atol=2e-4 * np.linalg.norm(q) * np.linalg.norm(k))
 
 
-def test_llama3_scaling_leaves_short_waves_and_divides_long_ones():
-    plain = rope.frequencies(128, 500_000.0)
-    scaled = rope.llama3_frequencies(plain, 8.0, 1.0, 4.0, 8192)
-    wavelength = 2 * np.pi / plain.astype(np.float64)
-    np.testing.assert_array_equal(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
-    np.testing.assert_allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-6)
+def test_llama3_scaling_divides_only_long_wavelengths():
+    base = rope.frequencies(128, 500_000.0)
+    scaled = rope.llama3_frequencies(base, 8.0, 1.0, 4.0, 8192)
+    wavelength = 2 * np.pi / base.astype(np.float64)
+    np.testing.assert_array_equal(scaled[wavelength < 8192 / 4], base[wavelength < 8192 / 4])
+    np.testing.assert_allclose(scaled[wavelength > 8192], base[wavelength > 8192] / 8, rtol=1e-6)
     between = (wavelength > 8192 / 4) & (wavelength < 8192)
-    assert between.any() and (scaled[between] < plain[between]).all() and (scaled[between] > plain[between] / 8).all()
+    assert between.any() and (scaled[between] < base[between]).all() and (scaled[between] > base[between] / 8).all()
 
 
 def test_linear_scaling_divides_every_frequency():
@@ -67,29 +67,29 @@ def test_yarn_agrees_with_transformers(width, settings_, expected, magnitude):
     assert factor == pytest.approx(magnitude, rel=1e-12)
 
 
-def test_yarn_keeps_pairs_that_turn_fast_and_divides_those_that_turn_slowly():
-    """The published ends of the ramp: beta_fast and beta_slow turns within the original length (Peng et al. 2023)."""
-    plain = rope.frequencies(128, 10_000.0)
-    scaled = rope.yarn_frequencies(plain, 16.0, 32.0, 1.0, 4096, 10_000.0, rounded=False)
-    turns = 4096 * plain.astype(np.float64) / (2 * math.pi)
-    np.testing.assert_array_equal(scaled[turns >= 32], plain[turns >= 32])
-    np.testing.assert_allclose(scaled[turns <= 1], plain[turns <= 1] / 16, rtol=1e-6)
-    between = (turns > 1) & (turns < 32)
-    # Between the ends the share that is divided grows by the same amount from pair to pair.
-    share = (plain - scaled)[between] / (plain * (1 - 1 / 16))[between]
+def test_yarn_divides_only_slow_pairs():
+    """The published ends of the ramp: beta_fast and beta_slow rotations in the original length (Peng et al. 2023)."""
+    base = rope.frequencies(128, 10_000.0)
+    scaled = rope.yarn_frequencies(base, 16.0, 32.0, 1.0, 4096, 10_000.0, rounded=False)
+    rotations = 4096 * base.astype(np.float64) / (2 * math.pi)
+    np.testing.assert_array_equal(scaled[rotations >= 32], base[rotations >= 32])
+    np.testing.assert_allclose(scaled[rotations <= 1], base[rotations <= 1] / 16, rtol=1e-6)
+    between = (rotations > 1) & (rotations < 32)
+    # Between the ends, the divided fraction grows linearly over pairs.
+    share = (base - scaled)[between] / (base * (1 - 1 / 16))[between]
     np.testing.assert_allclose(np.diff(share), math.log(10_000.0) / (64 * math.log(32)), rtol=2e-3)
 
 
-def test_a_ramp_that_ends_before_it_begins_is_refused():
+def test_beta_fast_below_beta_slow_is_an_error():
     with pytest.raises(ConfigError, match=r"beta_fast 1\.0 is not above model\.rope\.beta_slow 2\.0"):
         rope.scaled(8, RopeConfig(scaling="yarn", beta_fast=1.0, beta_slow=2.0))
 
 
 def test_the_magnitude_multiplies_cosines_and_sines():
     positions = jnp.arange(6)[None]
-    plain = rope.tables(positions, rope.frequencies(8, 100.0))
+    base = rope.tables(positions, rope.frequencies(8, 100.0))
     larger = rope.tables(positions, rope.frequencies(8, 100.0), rope.yarn_magnitude(4.0))
-    for a, b in zip(larger, plain, strict=True):
+    for a, b in zip(larger, base, strict=True):
         np.testing.assert_allclose(a, (0.1 * math.log(4) + 1) * b, rtol=1e-6)
 
 

@@ -15,15 +15,15 @@ SCORES = ("softmax", "softmax_chosen", "sigmoid", "sigmoid_chosen")
 
 
 def by_hand(
-    logits: np.ndarray, top_k: int, scores: str, correction: np.ndarray, groups: int, kept: int, scale: float
+    logits: np.ndarray, top_k: int, scores: str, correction: np.ndarray, groups: int, top_groups: int, scale: float
 ) -> tuple[list[int], list[float]]:
-    """One token's experts and weights, in double precision."""
+    """Experts and weights of one token, in double precision."""
     s = 1 / (1 + np.exp(-logits)) if scores.startswith("sigmoid") else np.exp(logits) / np.exp(logits).sum()
     choice = s + correction
     parts = np.split(np.arange(len(s)), groups)
     best = 2 if scores.startswith("sigmoid") else 1
-    worth = [sorted(choice[part], reverse=True)[:best] for part in parts]
-    open_groups = sorted(range(groups), key=lambda g: -sum(worth[g]))[:kept]
+    ratings = [sorted(choice[part], reverse=True)[:best] for part in parts]
+    open_groups = sorted(range(groups), key=lambda g: -sum(ratings[g]))[:top_groups]
     allowed = [x for g in open_groups for x in parts[g]]
     chosen = sorted(allowed, key=lambda x: -choice[x])[:top_k]
     weights = s[chosen]
@@ -40,32 +40,32 @@ def by_hand(
 def test_chosen_experts_and_weights(
     scores: routing.Scores, shape: tuple[int, int, int], top_k: int, seed: int, corrected: bool
 ) -> None:
-    experts, groups, kept = shape
+    experts, groups, top_groups = shape
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(2, 5, experts))
     correction = rng.normal(size=experts) * 0.3 * corrected
     real = rng.random((2, 5)) < 0.8
     routed = routing.route(
         jnp.asarray(logits, jnp.float32), jnp.asarray(real), top_k, scores,
-        jnp.asarray(correction, jnp.float32) if corrected else None, groups, kept, 2.5,
+        jnp.asarray(correction, jnp.float32) if corrected else None, groups, top_groups, 2.5,
     )  # fmt: skip
     for b, i in np.ndindex(2, 5):
         if not real[b, i]:
             assert (np.asarray(routed.chosen_BLK[b, i]) == experts).all()
             assert not np.asarray(routed.weights_BLK[b, i]).any() and not np.asarray(routed.shares_BLX[b, i]).any()
             continue
-        chosen, weights = by_hand(logits[b, i], top_k, scores, correction, groups, kept, 2.5)
+        chosen, weights = by_hand(logits[b, i], top_k, scores, correction, groups, top_groups, 2.5)
         assert list(np.asarray(routed.chosen_BLK[b, i])) == chosen
         np.testing.assert_allclose(routed.weights_BLK[b, i], weights, rtol=1e-5)
         assert float(jnp.sum(routed.shares_BLX[b, i])) == pytest.approx(1, rel=1e-5)
 
 
-def test_equal_scores_go_to_the_first_experts() -> None:
+def test_ties_go_to_the_first_experts() -> None:
     routed = routing.route(jnp.zeros((1, 3, 8)), jnp.ones((1, 3), bool), 3, "sigmoid", groups=4, top_groups=2)
     assert np.asarray(routed.chosen_BLK).tolist() == [[[0, 1, 2]] * 3]
 
 
-def test_the_correction_has_no_gradient_and_does_not_weigh() -> None:
+def test_the_correction_has_no_gradient_and_changes_no_weight() -> None:
     logits, real = jax.random.normal(jax.random.key(0), (1, 6, 4)), jnp.ones((1, 6), bool)
 
     def total(correction: jax.Array) -> jax.Array:
@@ -83,12 +83,12 @@ def routed_of(chosen: list[list[list[int]]], shares: np.ndarray) -> routing.Rout
 
 
 def test_capacity_keeps_the_first_tokens_of_each_document_order() -> None:
-    # Row order 0..3; the second half of the row is permuted: what counts is the token's place, not its index.
+    # The second half of the sequence is permuted: the order of tokens decides, not their index.
     routed = routed_of([[[0, 1], [0, 2], [0, 1], [2, 2]]], np.zeros((1, 4, 3)))
-    kept, dropped = routing.limit(routed, jnp.array([[1, 3, 2, 4]]), 2)
+    limited, dropped = routing.apply_capacity(routed, jnp.array([[1, 3, 2, 4]]), 2)
     assert int(dropped) == 1
-    assert np.asarray(kept.chosen_BLK).tolist() == [[[0, 1], [3, 2], [0, 1], [2, 2]]]
-    assert np.asarray(kept.weights_BLK).tolist() == [[[1, 1], [0, 1], [1, 1], [1, 1]]]
+    assert np.asarray(limited.chosen_BLK).tolist() == [[[0, 1], [3, 2], [0, 1], [2, 2]]]
+    assert np.asarray(limited.weights_BLK).tolist() == [[[1, 1], [0, 1], [1, 1], [1, 1]]]
 
 
 def test_balancing_losses_are_one_for_an_even_load_and_x_for_a_single_expert() -> None:
@@ -102,7 +102,7 @@ def test_balancing_losses_are_one_for_an_even_load_and_x_for_a_single_expert() -
     assert float(routing.router_z(jnp.zeros((1, 4, 4)), real, totals)) == pytest.approx(np.log(4) ** 2, rel=1e-6)
 
 
-def test_losses_of_parts_add_up_to_the_loss_of_the_whole() -> None:
+def test_losses_of_microbatches_add_up() -> None:
     logits = jax.random.normal(jax.random.key(1), (6, 5, 8))
     real = jax.random.uniform(jax.random.key(2), (6, 5)) < 0.6
     real = real.at[3].set(False)
@@ -119,7 +119,7 @@ def test_losses_of_parts_add_up_to_the_loss_of_the_whole() -> None:
                 routing.router_z(logits[part], real[part], totals),
             ]
     np.testing.assert_allclose(sums[1], sums[0], rtol=1e-5)
-    # By the formulas, over real tokens alone.
+    # The formulas, over real tokens only.
     s = np.asarray(jax.nn.softmax(logits), np.float64)[np.asarray(real)]
     f = np.bincount(np.argsort(-s, axis=1)[:, :2].ravel(), minlength=8) / (2 * len(s))
     assert sums[0, 0] == pytest.approx(8 * float((f * s.mean(0)).sum()), rel=1e-5)

@@ -47,7 +47,15 @@ def test_a_deepseek_v3_layer_stays_below_4_gib_of_temporaries() -> None:
     # 8,192 tokens a device, 256 experts over the 8 devices of a node, 8 of them a token; dropless, worst case held.
     sizes = {"expert": 8, "tokens": 8192, "d-model": 7168, "d-ff": 2048, "experts": 256, "top-k": 8}
     asked = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
-    command = [sys.executable, str(ROOT / "tools/bench/moe.py"), "--cluster", "h100_8x8", *asked, "--ways", "dropless"]
+    command = [
+        sys.executable,
+        str(ROOT / "tools/bench/moe.py"),
+        "--cluster",
+        "h100_8x8",
+        *asked,
+        "--methods",
+        "dropless",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     (row,) = map(json.loads, done.stdout.splitlines())

@@ -13,7 +13,7 @@ from runs import LENGTH, ROWS, VOCAB, config_of, packed_rows, setup_of, train_on
 from jaxtrain.config import ConfigError
 from jaxtrain.data import IGNORE
 from jaxtrain.ops.context import CONTEXT_METHODS
-from jaxtrain.ops.zigzag import row_order
+from jaxtrain.ops.zigzag import zigzag_order
 from jaxtrain.train.batch import owned_rows, shard_batch
 from jaxtrain.train.step import jit_evaluate
 
@@ -134,7 +134,7 @@ def test_each_device_holds_its_chunks_of_its_rows(sizes: dict[str, int]) -> None
     rows["tokens"] = np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH)
     batch = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
     assert owned_rows(setup.batch_shape, setup.batch_sharding, LENGTH) == (0, ROWS)
-    order = row_order(LENGTH, n)
+    order = zigzag_order(LENGTH, n)
     for shard in batch["tokens"].addressable_shards:
         assert shard.data.shape == (2, ROWS // 2 // data, LENGTH // n)
         _, _, lengths = shard.index

@@ -1,8 +1,9 @@
-"""Time and temporaries of every way to attend, side by side: `attention.py [--lengths 2048 4096] [--seq 4] [...]`.
+"""Time and temporaries of attention backends and context-parallel methods: `attention.py [--lengths 2048] [--seq 4]`.
 
-One row of tokens, forward and backward, on this machine's devices: each backend on one device, then each
-attention.context_parallel with the row split over --seq of them (simulated on a CPU). Temporaries are the compiler's,
-of one device; time is the median of three runs, for lengths up to --timed. --json prints the rows as one JSON list.
+One sequence, forward and backward, on the devices of this machine: each backend on one device, then each method of
+attention.context_parallel with the sequence sharded over --seq devices (simulated on a CPU). Temporaries are those of
+the compiler for one device; time is the median of three runs, for lengths up to --timed. --json prints the rows of the
+table as one JSON list.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ RUNS = 3
 
 
 def main(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure and return one dict a row; a way that cannot serve the request has a `reason` instead of numbers."""
+    """Measure every case; returns one dict each, with a `reason` instead of numbers where a backend cannot serve it."""
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(options.seq))
     import jax
     import numpy as np
@@ -36,29 +37,29 @@ def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     devices = jax.devices()
     if len(devices) < options.seq:
         sys.exit(f"--seq {options.seq}: this machine has {len(devices)} devices")
-    alone, split = (
+    single, sharded = (
         Mesh(np.array(devices[:count]).reshape([count if axis == "seq" else 1 for axis in AXES]), AXES)
         for count in (1, options.seq)
     )
-    context_methods = [(alone, backend.name, "ring") for backend in BACKENDS]
+    cases = [(single, backend.name, "ring") for backend in BACKENDS]
     if options.seq > 1:
-        context_methods += [
-            (split, backend.name, context_method)
+        cases += [
+            (sharded, backend.name, context_method)
             for context_method in CONTEXT_METHODS
             for backend in BACKENDS
             if backend.kernel is not None
         ]
     rows = []
     for length in options.lengths:
-        for mesh, backend, context_method in context_methods:
-            name = backend if mesh is alone else f"{context_method} over {options.seq}, {backend}"
-            rows.append({"way": name, "seq_len": length, **measure(options, mesh, backend, context_method, length)})
+        for mesh, backend, context_method in cases:
+            name = backend if mesh is single else f"{context_method} over {options.seq}, {backend}"
+            rows.append({"method": name, "seq_len": length, **measure(options, mesh, backend, context_method, length)})
             print(show(rows[-1]), file=sys.stderr)
     return rows
 
 
 def measure(options: argparse.Namespace, mesh: Any, backend: str, context_method: str, length: int) -> dict[str, Any]:
-    """temp_mib of one device and, for a length that is timed, seconds; or the reason why not."""
+    """temp_mib of one device and, for lengths up to --timed, seconds; or the reason why the backend cannot serve it."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -69,7 +70,7 @@ def measure(options: argparse.Namespace, mesh: Any, backend: str, context_method
     from jaxtrain.ops.attention import attend, use_attention
     from jaxtrain.train.options import compiler_options
 
-    config = validate({"attention": {"backend": backend, "context": context_method}})
+    config = validate({"attention": {"backend": backend, "context_parallel": context_method}})
     rules = resolve_rules(RulesConfig())
     window, shapes = options.window, head_shapes(options, length)
 
@@ -79,14 +80,14 @@ def measure(options: argparse.Namespace, mesh: Any, backend: str, context_method
 
     sharding = NamedSharding(mesh, PartitionSpec(None, "seq"))
     arrays = [jax.ShapeDtypeStruct(shape, options.dtype, sharding=sharding) for shape in shapes]
-    places = [jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)] * 2
+    tokens = [jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=sharding)] * 2
     try:
-        lowered = jax.jit(jax.grad(total, (0, 1, 2))).lower(*arrays, *places)
+        lowered = jax.jit(jax.grad(total, (0, 1, 2))).lower(*arrays, *tokens)
     except ConfigError as error:
         return {"reason": str(error)}
     compiled = lowered.compile(compiler_options=compiler_options({}, mesh) or None)
     memory = compiled.memory_analysis()
-    assert memory is not None, "this compiler says nothing of memory"
+    assert memory is not None, "this compiler reports no memory"
     found = {"temp_mib": memory.temp_size_in_bytes / 2**20}
     if length > options.timed:
         return found
@@ -103,19 +104,19 @@ def head_shapes(options: argparse.Namespace, length: int) -> list[tuple[int, ...
 
 
 def packed(mesh: Any, length: int) -> Iterator[Any]:
-    """Segments and positions of a row of equal documents, in the order in which its devices hold it."""
+    """Segments and positions of a sequence of equal documents, in storage order."""
     import numpy as np
 
-    from jaxtrain.ops.zigzag import row_order
+    from jaxtrain.ops.zigzag import zigzag_order
 
     size = -(-length // DOCUMENTS)
-    order = row_order(length, mesh.shape["seq"])
+    order = zigzag_order(length, mesh.shape["seq"])
     for field in (order // size + 1, order % size):
         yield field[None].astype(np.int32)
 
 
 def median(run: Callable[[], Any]) -> float:
-    """Seconds of one run, the first not counted."""
+    """Median seconds of a run, without the first."""
     run()
     seconds = []
     for _ in range(RUNS):
@@ -128,9 +129,9 @@ def median(run: Callable[[], Any]) -> float:
 def show(row: dict[str, Any]) -> str:
     """One line of the table."""
     if "reason" in row:
-        return f"| {row['way']} | {row['length']} | - | {row['reason']} |"
+        return f"| {row['method']} | {row['seq_len']} | - | {row['reason']} |"
     seconds = f"{row['seconds']:.3f}" if "seconds" in row else ""
-    return f"| {row['way']} | {row['length']} | {row['temp_mib']:.1f} | {seconds} |"
+    return f"| {row['method']} | {row['seq_len']} | {row['temp_mib']:.1f} | {seconds} |"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -150,7 +151,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 if __name__ == "__main__":
     chosen = parse(sys.argv[1:])
-    print("| way | length | temporaries, MiB a device | forward + backward, s |\n|---|--:|--:|--:|", file=sys.stderr)
+    print(
+        "| method | length | temporaries, MiB per device | forward + backward, s |\n|---|--:|--:|--:|", file=sys.stderr
+    )
     table = main(chosen)
     if chosen.json:
         print(json.dumps(table))

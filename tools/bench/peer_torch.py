@@ -1,4 +1,4 @@
-"""The peer for train_step.py: the same Llama model, batch and optimizer in plain PyTorch + transformers.
+"""Comparison for train_step.py: the same Llama model, batch and optimizer in PyTorch + transformers.
 
 Run it with a Python that has torch and transformers (neither is a dependency of the project):
 `python tools/bench/peer_torch.py configs/bench/small.yaml`. Full gradient checkpointing, float32, AdamW.
@@ -18,12 +18,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 
 def main(path: str) -> dict[str, object]:
-    """Run 25 updates and return the numbers."""
+    """Run the steps and return the numbers."""
     started = time.perf_counter()
     with open(path, encoding="utf-8") as file:
         tree = yaml.safe_load(file)
     m = tree["model"]
-    rows, length = tree["train"]["global_batch"], tree["data"]["seq_len"]
+    sequences, length = tree["train"]["global_batch"], tree["data"]["seq_len"]
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -35,9 +35,9 @@ def main(path: str) -> dict[str, object]:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
-    tokens = torch.randint(0, m["vocab_size"], (rows, length))
+    tokens = torch.randint(0, m["vocab_size"], (sequences, length))
     seconds = []
-    for update in range(26):
+    for number in range(26):
         begin = time.perf_counter()
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
@@ -46,11 +46,11 @@ def main(path: str) -> dict[str, object]:
         optimizer.zero_grad(set_to_none=True)
         loss.item()
         seconds.append(time.perf_counter() - begin)
-        if update == 0:
+        if number == 0:
             first = time.perf_counter() - started
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "tokens_per_s": round(rows * length / statistics.median(seconds[6:]), 1),
+        "tokens_per_s": round(sequences * length / statistics.median(seconds[6:]), 1),
         "first_step_s": round(first, 2),
         "peak_rss_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
         "torch": torch.__version__,

@@ -1,7 +1,8 @@
 """Time the real train step of a configuration on this machine: `train_step.py CONFIG [--section.key value ...]`.
 
-Prints one JSON object: parameters, tokens_per_s (median of 20 updates after 5), step_s percentiles, first_step_s (from
-the start of this command to the end of the first update), compile_s, peak_rss_gib. Rows are full, random and scored.
+Prints one JSON object: parameters, tokens_per_s (median of 20 steps after 5), step_s percentiles, first_step_s (from
+the start of this command to the end of the first step), compile_s, peak_rss_gib. Sequences
+are full and random; all tokens are scored.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def process_age() -> float:
 
 
 def main(argv: list[str]) -> dict[str, object]:
-    """Run 25 updates and return the numbers."""
+    """Run the steps and return the numbers."""
     import jax
     import numpy as np
 
@@ -43,20 +44,20 @@ def main(argv: list[str]) -> dict[str, object]:
     shape = (config.train.global_batch, config.data.seq_len)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (shape[0], shape[1] + 1), np.int32)
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
-    rows = {
+    fields = {
         "tokens": tokens[:, :-1],
         "labels": tokens[:, 1:],
         "segments": np.ones(shape, np.int32),
         "positions": positions,
     }
-    batch = shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding)
+    batch = shard_batch(fields, 0, setup.batch_shape, setup.batch_sharding)
     seconds: list[float] = []
-    for update in range(26):
+    for number in range(26):
         begin = time.perf_counter()
         state, metrics = step(state, batch)
         loss = float(metrics["loss"])
         seconds.append(time.perf_counter() - begin)
-        if update == 0:
+        if number == 0:
             first_step_s = process_age()
     measured = np.array(seconds[6:])
     return {
