@@ -311,8 +311,8 @@ def _backward(
     dq, dk, dv = (g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
     dsinks = None
     if sinks is not None:
-        dsinks = blocks.sinks_gradient(lse, residuals.delta_BHP, sinks).astype(sinks.dtype)
-        dsinks = lax.psum(dsinks, batch) if batch else dsinks
+        dsinks = blocks.sinks_gradient(lse, residuals.delta_BHP, sinks)
+        dsinks = (lax.psum(dsinks, batch) if batch else dsinks).astype(sinks.dtype)
     return dq, dk, dv, dsinks, None, None
 
 
