@@ -5,30 +5,23 @@ B batch, L sequence length (queries), M sequence length (keys), H heads, K kv he
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec
 
-from jaxtrain.config import AttentionConfig, Axis, ConfigError, RunConfig
-from jaxtrain.mesh.constraints import active_axes, active_mesh, dividing_axes
-from jaxtrain.mesh.param import make_spec
-from jaxtrain.mesh.shard_map import shard_mapped
+from jaxtrain.config import AttentionConfig, ConfigError, RunConfig
+from jaxtrain.mesh.constraints import active_axes, active_mesh
 from jaxtrain.numerics.remat import tag
-from jaxtrain.ops import blocks, context
+from jaxtrain.ops import context
 from jaxtrain.ops.blocks import MASKED, TokenPositions, Window, visible
-from jaxtrain.ops.kernels import CUDNN, MOSAIC, TILES, AttentionResiduals, Kernel, ScoreOptions, Visibility, first_keys
+from jaxtrain.ops.kernels import CUDNN, MOSAIC, TILES, Kernel, ScoreOptions
 from jaxtrain.ops.reference import uses_reference
-from jaxtrain.ops.residuals import custom_vjp_with_residuals
 
 DENSE_LENGTH = 1024
 """Longest sequence for which one dense softmax is fastest on a CPU."""
@@ -218,10 +211,9 @@ def attend(
     tokens = TokenPositions(segments_BL, positions_BL)
     if kernel is None:
         out_BLHV = tag(dense(q_BLHE, k_BLKE, v_BLKV, tokens, options, sinks_H), "attention_out")
-    elif context_method is not None:
-        out_BLHV = context.attend_sharded(q_BLHE, k_BLKE, v_BLKV, *tokens, options, sinks_H, context_method, kernel)
     else:
-        out_BLHV = _by_device(kernel, q_BLHE, k_BLKE, v_BLKV, tokens, options, sinks_H)
+        method = setting.config.context_parallel
+        out_BLHV = context.attend_sharded(q_BLHE, k_BLKE, v_BLKV, tokens, options, sinks_H, method, kernel)
     return jnp.where(segments_BL[:, :, None, None] > 0, out_BLHV, 0)
 
 
@@ -253,71 +245,6 @@ def dense(
     weights_BHLM = weights_BHLM.astype(v_BLKV.dtype)
     out_BHLV = jnp.einsum("bhlm,bhmv->bhlv", weights_BHLM, v_BHMV, preferred_element_type=jnp.float32)
     return out_BHLV.swapaxes(1, 2).astype(q_BLHE.dtype)
-
-
-def _by_device(
-    kernel: Kernel, q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKV: jax.Array, tokens: TokenPositions,
-    options: ScoreOptions, sinks_H: jax.Array | None,
-) -> jax.Array:  # fmt: skip
-    """A kernel on each device's sequences and heads, inside a shard_map."""
-    # Keep a static window static: kernels skip key blocks outside it.
-    traced = options.window if isinstance(options.window, jax.Array) else None
-    static = options if traced is None else options._replace(window=None)
-    B, _, H, _ = q_BLHE.shape
-    mesh, batch, heads = active_mesh(), dividing_axes("batch", B), dividing_axes("heads", H)
-    forward: Callable[..., Any] = partial(_forward, kernel, static)
-    backward: Callable[..., Any] = partial(_backward, kernel, static, batch)
-    if mesh is not None:
-        shards = math.prod(mesh.shape[axis] for axis in heads)
-        K = k_BLKE.shape[2]
-        # Fewer kv heads than shards: repeat them, so that each device holds the one of its query heads.
-        k_BLKE, v_BLKV = (jnp.repeat(x, math.lcm(K, shards) // K, axis=2) for x in (k_BLKE, v_BLKV))
-        by_sequence, by_head, of_heads = make_spec([batch]), make_spec([batch, (), heads]), make_spec([heads])
-        inputs = by_head, by_head, by_head, of_heads, by_sequence, PartitionSpec()
-        outputs = by_head, make_spec([batch, heads])
-        forward = shard_mapped(forward, inputs, outputs)
-        backward = shard_mapped(
-            backward, (inputs, *outputs, by_head), (by_head, by_head, by_head, of_heads, None, None)
-        )
-    # A remat policy that saves attention_out does not run the forward pass again.
-    attention = custom_vjp_with_residuals(forward, backward, "attention_out")
-    return attention(q_BLHE, k_BLKE, v_BLKV, sinks_H, tokens, traced)
-
-
-def _forward(
-    kernel: Kernel, static: ScoreOptions, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None,
-    tokens: TokenPositions, window: Window,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    options = static if window is None else static._replace(window=window)
-    out, lse = kernel.forward(q, k, v, _visibility(tokens, options), options)
-    if sinks is not None:
-        out, lse = blocks.add_sinks(out.astype(jnp.float32), lse, sinks)
-    return out.astype(q.dtype), lse
-
-
-def _backward(
-    kernel: Kernel,
-    static: ScoreOptions,
-    batch: tuple[Axis, ...],
-    inputs: Any,
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-) -> tuple[Any, ...]:
-    q, k, v, sinks, tokens, window = inputs
-    residuals = AttentionResiduals(out, lse, dout, blocks.row_delta(out, dout))
-    options = static if window is None else static._replace(window=window)
-    gradients = kernel.backward(q, k, v, residuals, _visibility(tokens, options), options)
-    dq, dk, dv = (g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
-    dsinks = None
-    if sinks is not None:
-        dsinks = blocks.sinks_gradient(lse, residuals.delta_BHP, sinks)
-        dsinks = (lax.psum(dsinks, batch) if batch else dsinks).astype(sinks.dtype)
-    return dq, dk, dv, dsinks, None, None
-
-
-def _visibility(tokens: TokenPositions, options: ScoreOptions) -> Visibility:
-    return Visibility(tokens, tokens, first_keys(tokens, options.window), ordered=True)
 
 
 def _kind(device: Any) -> tuple[str, float | None]:

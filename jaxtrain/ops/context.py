@@ -1,8 +1,8 @@
-"""Attention over sequences that are sharded over devices (context parallelism): ring, all-gather or Ulysses.
+"""Attention by a kernel on each device's shards, with sequences on one device or sharded (context parallelism).
 
-Tokens are stored in zig-zag order (ops/zigzag.py). A method is a forward and a backward function of one device's
-shards, built on a kernel for one block of queries and one block of keys. Residuals between the two are q, k, v, the
-output and the log of the softmax's denominator (lse).
+Sequences over several devices are stored in zig-zag order (ops/zigzag.py). A method is a forward and a backward
+function of one device's shards, built on a kernel for one block of queries and one block of keys. Residuals between the
+two are q, k, v, the output and the log of the softmax's denominator (lse).
 
 B batch, L sequence length, P queries of a device or of a block, M keys, C half of a device's queries (one chunk of the
 sequence), H heads, K kv heads, E head width, V value width.
@@ -69,10 +69,14 @@ class SequenceSharding:
 
     def local_sinks(self, sinks_H: jax.Array, heads: int) -> jax.Array:
         """The sinks of the `heads` that this device holds after heads are exchanged."""
+        if self.group == 1:
+            return sinks_H
         return lax.dynamic_slice_in_dim(sinks_H, self._first_head(heads), heads)
 
     def all_sinks(self, local_H: jax.Array, sinks_H: jax.Array) -> jax.Array:
         """The inverse of `local_sinks`, with zeros for all other heads."""
+        if self.group == 1:
+            return local_H
         zeros = jnp.zeros(sinks_H.shape, local_H.dtype)
         return lax.dynamic_update_slice_in_dim(zeros, local_H, self._first_head(len(local_H)), axis=0)
 
@@ -83,6 +87,7 @@ class SequenceSharding:
 class _Sequence(NamedTuple):
     """A whole sequence in its natural order: tokens, the first visible key of each query, the size C of a chunk."""
 
+    sharding: SequenceSharding
     tokens: TokenPositions
     first_BL: jax.Array
     C: int
@@ -101,11 +106,13 @@ def _sequence_of(tokens_BL: TokenPositions, sharding: SequenceSharding, window: 
     """Restore the natural order of `tokens_BL`, which is in storage order."""
     devices = sharding.hops * sharding.group
     ordered = TokenPositions(*(_unzigzag(x_BL, devices) for x_BL in tokens_BL))
-    return _Sequence(ordered, first_keys(ordered, window), ordered.positions.shape[1] // (2 * sharding.hops))
+    return _Sequence(sharding, ordered, first_keys(ordered, window), ordered.positions.shape[1] // (2 * sharding.hops))
 
 
 def _unzigzag(x_BL: jax.Array, devices: int) -> jax.Array:
-    """[B, L, ...] in storage order on `devices` -> in the natural order of the sequence."""
+    """[B, L, ...] in storage order on `devices` -> in the natural order of the sequence; one device stores that."""
+    if devices == 1:
+        return x_BL
     B, L = x_BL.shape[:2]
     x = x_BL.reshape(B, devices, 2, L // (2 * devices), *x_BL.shape[2:])
     return jnp.concatenate([x[:, :, 0], x[:, ::-1, 1]], axis=1).reshape(x_BL.shape)
@@ -168,134 +175,113 @@ def _concatenated(tokens: tuple[TokenPositions, ...]) -> TokenPositions:
     return TokenPositions(*map(jnp.concatenate, zip(*tokens, strict=True)))
 
 
-def _halves(sharding: SequenceSharding, sequence: _Sequence, step: jax.Array) -> _Halves:
+def _halves(sequence: _Sequence, step: jax.Array) -> _Halves:
+    sharding = sequence.sharding
     ours = sharding.ring_index()
     theirs = (ours - step) % sharding.hops
     last = 2 * sharding.hops - 1
     return _Halves(sequence, ours, last - ours, theirs, last - theirs, theirs < ours)
 
 
-def _local_tokens(
-    sharding: SequenceSharding, sequence: _Sequence
-) -> tuple[TokenPositions, jax.Array, tuple[jax.Array, jax.Array]]:
+def _local_tokens(sequence: _Sequence) -> tuple[TokenPositions, jax.Array, tuple[jax.Array, jax.Array]]:
     """Tokens and first visible keys of this device's two chunks, and the indices of the chunks."""
-    chunks = sharding.ring_index(), 2 * sharding.hops - 1 - sharding.ring_index()
+    index = sequence.sharding.ring_index()
+    chunks = index, 2 * sequence.sharding.hops - 1 - index
     tokens, first = zip(*map(sequence.chunk, chunks), strict=True)
     both = TokenPositions(*(jnp.concatenate(x, axis=1) for x in zip(*tokens, strict=True)))
     return both, jnp.concatenate(first, axis=1), chunks
 
 
-def _local_visibility(sharding: SequenceSharding, sequence: _Sequence) -> Visibility:
+def _local_visibility(sequence: _Sequence) -> Visibility:
     """Visibility between the queries and the keys of this device."""
-    tokens, first_BP, (early, late) = _local_tokens(sharding, sequence)
+    if sequence.sharding.hops == 1:
+        return Visibility(sequence.tokens, sequence.tokens, sequence.first_BL, ordered=True)
+    tokens, first_BP, (early, late) = _local_tokens(sequence)
     return Visibility(
         tokens, tokens, sequence.offset_in(first_BP, early) + sequence.offset_in(first_BP, late), ordered=True
     )
 
 
-def _gathered_visibility(sharding: SequenceSharding, sequence: _Sequence) -> Visibility:
+def _gathered_visibility(sequence: _Sequence) -> Visibility:
     """Visibility between the queries of this device and the keys of the whole sequence."""
-    tokens, first_BP, chunks = _local_tokens(sharding, sequence)
+    tokens, first_BP, chunks = _local_tokens(sequence)
     index_P = jnp.concatenate([chunk * sequence.C + jnp.arange(sequence.C) for chunk in chunks])
     return Visibility(tokens, sequence.tokens, first_BP, jnp.broadcast_to(index_P + 1, first_BP.shape))
 
 
-def _ring_forward(
-    sharding: SequenceSharding,
-    kernel: Kernel,
-    sequence: _Sequence,
-    options: ScoreOptions,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def _local_forward(kernel: Kernel, options: ScoreOptions, sequence: _Sequence, qkv: Triple) -> Half:
+    """Attend to the keys of this device."""
+    return kernel.forward(*qkv, _local_visibility(sequence), options)
+
+
+def _local_backward(
+    kernel: Kernel, options: ScoreOptions, sequence: _Sequence, qkv: Triple, residuals: AttentionResiduals
+) -> Triple:
+    return kernel.backward(*qkv, residuals, _local_visibility(sequence), options)
+
+
+def _ring_forward(kernel: Kernel, options: ScoreOptions, sequence: _Sequence, qkv: Triple) -> Half:
     """Send keys and values once around the ring; each device attends to those it has received."""
-    if sharding.hops == 1:
-        return kernel.forward(q, k, v, _local_visibility(sharding, sequence), options)
-    travelling = sharding.send(_pack(k, v))
-    out_BPHV, lse_BHP = kernel.forward(q, k, v, _local_visibility(sharding, sequence), options)
+    sharding, (q, k, v) = sequence.sharding, qkv
+    first_received = sharding.send(_pack(k, v))
+    out_BPHV, lse_BHP = _local_forward(kernel, options, sequence, qkv)
 
     def step(carry: tuple[Half, Half, jax.Array], number: jax.Array) -> tuple[tuple[Half, Half, jax.Array], None]:
-        early, late, held = carry
-        next_held = sharding.send(held)
-        halves = _halves(sharding, sequence, number)
-        k2, v2 = (halves.keys(x) for x in _unpack(held, k))
+        early, late, received = carry
+        next_received = sharding.send(received)
+        halves = _halves(sequence, number)
+        k2, v2 = (halves.keys(x) for x in _unpack(received, k))
         out2, lse2 = kernel.forward(halves.queries(q), k2, v2, halves.visibility(), options)
         (out_first, out_second), (lse_first, lse_second) = jnp.split(out2, 2), jnp.split(lse2, 2)
         late = blocks.merge(*late, out_first, lse_first)
         chosen: Half = _where(halves.theirs_precede, early, late)
         merged = blocks.merge(*chosen, out_second, lse_second)
-        return (
-            _where(halves.theirs_precede, merged, early),
-            _where(halves.theirs_precede, late, merged),
-            next_held,
-        ), None
+        early, late = _where(halves.theirs_precede, merged, early), _where(halves.theirs_precede, late, merged)
+        return (early, late, next_received), None
 
     early, late = zip(jnp.split(out_BPHV.astype(jnp.float32), 2, axis=1), jnp.split(lse_BHP, 2, axis=2), strict=True)
-    (early, late, _), _ = lax.scan(step, (early, late, travelling), jnp.arange(1, sharding.hops))
+    (early, late, _), _ = lax.scan(step, (early, late, first_received), jnp.arange(1, sharding.hops))
     return jnp.concatenate([early[0], late[0]], axis=1), jnp.concatenate([early[1], late[1]], axis=2)
 
 
 def _ring_backward(
-    sharding: SequenceSharding,
-    kernel: Kernel,
-    sequence: _Sequence,
-    options: ScoreOptions,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    residuals: AttentionResiduals,
+    kernel: Kernel, options: ScoreOptions, sequence: _Sequence, qkv: Triple, residuals: AttentionResiduals
 ) -> Triple:
     """Send the gradients of keys and values behind them: the sum of one step is sent during the next step."""
-    if sharding.hops == 1:
-        return kernel.backward(q, k, v, residuals, _local_visibility(sharding, sequence), options)
-    travelling = sharding.send(_pack(k, v))
-    dq, *local = kernel.backward(q, k, v, residuals, _local_visibility(sharding, sequence), options)
+    sharding, (q, k, v) = sequence.sharding, qkv
+    first_received = sharding.send(_pack(k, v))
+    dq, *dkv = _local_backward(kernel, options, sequence, qkv, residuals)
 
     def step(carry: Triple, number: jax.Array) -> tuple[Triple, None]:
-        dq, held, dheld = carry
-        next_held, dheld = sharding.send(held), sharding.send(dheld)
-        halves = _halves(sharding, sequence, number)
-        k2, v2 = (halves.keys(x) for x in _unpack(held, k))
+        dq, received, dreceived = carry
+        next_received, dreceived = sharding.send(received), sharding.send(dreceived)
+        halves = _halves(sequence, number)
+        k2, v2 = (halves.keys(x) for x in _unpack(received, k))
         residuals2 = AttentionResiduals(
             *(halves.queries(x, axis) for x, axis in zip(residuals, (1, 2, 1, 2), strict=True))
         )
         dq2, *dkv2 = kernel.backward(halves.queries(q), k2, v2, residuals2, halves.visibility(), options)
-        dheld += halves.scatter(_pack(*dkv2), queries=False)
-        return (dq + halves.scatter(dq2, queries=True), next_held, dheld), None
+        dreceived += halves.scatter(_pack(*dkv2), queries=False)
+        return (dq + halves.scatter(dq2, queries=True), next_received, dreceived), None
 
-    start = dq.astype(jnp.float32), travelling, _pack(*local).astype(jnp.float32)
-    (dq, _, dheld), _ = lax.scan(step, start, jnp.arange(1, sharding.hops))
-    return (dq, *_unpack(sharding.send(dheld), k))
+    start = dq.astype(jnp.float32), first_received, _pack(*dkv).astype(jnp.float32)
+    (dq, _, dreceived), _ = lax.scan(step, start, jnp.arange(1, sharding.hops))
+    return (dq, *_unpack(sharding.send(dreceived), k))
 
 
-def _gather_forward(
-    sharding: SequenceSharding,
-    kernel: Kernel,
-    sequence: _Sequence,
-    options: ScoreOptions,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def _gather_forward(kernel: Kernel, options: ScoreOptions, sequence: _Sequence, qkv: Triple) -> Half:
     """Gather the keys and values of the whole sequence."""
-    return kernel.forward(q, *_gathered(sharding, k, v), _gathered_visibility(sharding, sequence), options)
+    q, k, v = qkv
+    return kernel.forward(q, *_gathered(sequence.sharding, k, v), _gathered_visibility(sequence), options)
 
 
 def _gather_backward(
-    sharding: SequenceSharding,
-    kernel: Kernel,
-    sequence: _Sequence,
-    options: ScoreOptions,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    residuals: AttentionResiduals,
+    kernel: Kernel, options: ScoreOptions, sequence: _Sequence, qkv: Triple, residuals: AttentionResiduals
 ) -> Triple:
     """Gather keys and values again, and reduce-scatter the gradients of all of them."""
-    dq, dk, dv = kernel.backward(
-        q, *_gathered(sharding, k, v), residuals, _gathered_visibility(sharding, sequence), options
-    )
+    sharding, (q, k, v) = sequence.sharding, qkv
+    visibility = _gathered_visibility(sequence)
+    dq, dk, dv = kernel.backward(q, *_gathered(sharding, k, v), residuals, visibility, options)
     dkv = _zigzag(_pack(dk, dv).astype(jnp.float32), sharding.hops)
     return (dq, *_unpack(lax.psum_scatter(dkv, sharding.axes, scatter_dimension=1, tiled=True), k))
 
@@ -320,14 +306,17 @@ def _where(condition: jax.Array, yes: Any, no: Any) -> Any:
 class ContextMethod(NamedTuple):
     """A method of context parallelism: functions of one device's shards.
 
-    forward(sharding, kernel, sequence, options, q, k, v) -> output, lse; backward(..., q, k, v, residuals) -> gradients
-    of q, k and v. `exchanges`: heads are exchanged for tokens before (Ulysses).
+    forward(kernel, options, sequence, (q, k, v)) -> output, lse; backward(..., residuals) -> gradients of q, k and v.
+    `exchanges`: heads are exchanged for tokens before (Ulysses).
     """
 
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
-    backward: Callable[..., Triple]
+    forward: Callable[[Kernel, ScoreOptions, _Sequence, Triple], Half]
+    backward: Callable[[Kernel, ScoreOptions, _Sequence, Triple, AttentionResiduals], Triple]
     exchanges: bool = False
 
+
+LOCAL = ContextMethod(_local_forward, _local_backward)
+"""A single hop: each device holds whole sequences."""
 
 CONTEXT_METHODS = {
     "ring": ContextMethod(_ring_forward, _ring_backward),
@@ -347,36 +336,33 @@ def sequence_sharding(context_method: str, axes: tuple[Axis, ...], devices: int,
 
 
 def attend_sharded(
-    q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKV: jax.Array, segments_BL: jax.Array, positions_BL: jax.Array,
-    options: ScoreOptions, sinks_H: jax.Array | None, context_method: str, kernel: Kernel = TILES,
+    q_BLHE: jax.Array, k_BLKE: jax.Array, v_BLKV: jax.Array, tokens: TokenPositions, options: ScoreOptions,
+    sinks_H: jax.Array | None, context_method: str, kernel: Kernel = TILES,
 ) -> jax.Array:  # fmt: skip
-    """Attention over sequences sharded over `active_axes("seq_len")`, tokens in zig-zag order; [B, L, H, V].
+    """Attention by a kernel inside a shard_map (without a mesh, on one device); [B, L, H, V].
 
-    Each document must be contiguous in the sequence, with positions from 0, as the loader makes it. Call it under
-    `use_rules`: heads are sharded by the rules, and kv heads are repeated until they can be sharded the same way.
+    Batch, heads and sequence length are sharded by the rules in force, and kv heads are repeated until they can be
+    sharded like the query heads. Over several devices a sequence is in zig-zag order; each document must be contiguous
+    in the natural order, with positions from 0, as the loader makes it.
     """
-    mesh = active_mesh()
-    assert mesh is not None, "no mesh here"
-    B, _, H, _ = q_BLHE.shape
+    mesh, (B, _, H, _), K = active_mesh(), q_BLHE.shape, k_BLKE.shape[2]
     batch, length, heads = dividing_axes("batch", B), active_axes("seq_len"), dividing_axes("heads", H)
-    devices, shards = (math.prod(mesh.shape[axis] for axis in axes) for axes in (length, heads))
+    devices, shards = (1 if mesh is None else math.prod(mesh.shape[a] for a in axes) for axes in (length, heads))
     sharding = sequence_sharding(context_method, length, devices, H // shards)
-    K = k_BLKE.shape[2]
+    method = LOCAL if sharding.hops == 1 else CONTEXT_METHODS[context_method]
     q, k, v = q_BLHE, *(jnp.repeat(x, math.lcm(K, shards * sharding.group) // K, axis=2) for x in (k_BLKE, v_BLKV))
+    # Keep a static window static: kernels skip key blocks outside it.
+    traced = options.window if isinstance(options.window, jax.Array) else None
+    static = options if traced is None else options._replace(window=None)
+    attention = _differentiable(method, kernel, sharding, static, batch, heads)
+    if sharding.group == 1:
+        return attention(q, k, v, tokens, traced, sinks_H)
     by_head = make_spec([batch, length, heads])
-    attention = _differentiable(
-        CONTEXT_METHODS[context_method], kernel, sharding, options._replace(window=None), batch, heads
-    )
-    if sharding.group > 1:
-        scatter, gather = (
-            shard_mapped(partial(f, sharding), (by_head,), by_head) for f in (_scatter_heads, _gather_heads)
-        )
-        exchange, restore = _with_inverse(scatter, gather), _with_inverse(gather, scatter)
-        q, k, v = exchange(q), exchange(k), exchange(v)
-        out = attention(q, k, v, TokenPositions(segments_BL, positions_BL), options.window, sinks_H)
-        # Named again: a policy that saves the output saves it after this exchange, which is then not repeated.
-        return tag(restore(out), "attention_out")
-    return attention(q, k, v, TokenPositions(segments_BL, positions_BL), options.window, sinks_H)
+    scatter, gather = (shard_mapped(partial(f, sharding), (by_head,), by_head) for f in (_scatter_heads, _gather_heads))
+    exchange, restore = _with_inverse(scatter, gather), _with_inverse(gather, scatter)
+    out = attention(exchange(q), exchange(k), exchange(v), tokens, traced, sinks_H)
+    # Named again: a policy that saves the output saves it after this exchange, which is then not repeated.
+    return tag(restore(out), "attention_out")
 
 
 def _with_inverse(permute: Callable[[jax.Array], jax.Array], inverse: Callable[[jax.Array], jax.Array]) -> Any:
@@ -387,50 +373,56 @@ def _with_inverse(permute: Callable[[jax.Array], jax.Array], inverse: Callable[[
 
 
 def _differentiable(
-    context_method: ContextMethod,
+    method: ContextMethod,
     kernel: Kernel,
     sharding: SequenceSharding,
     static: ScoreOptions,
     batch: tuple[Axis, ...],
     heads: tuple[Axis, ...],
-) -> Any:
-    """The function (q, k, v, tokens, window, sinks) -> output of global arrays, with a custom gradient.
+) -> Callable[..., jax.Array]:
+    """The function (q, k, v, tokens, traced window, sinks) -> output of global arrays, with a custom gradient.
 
     The shard-mapped backward function is made here, because JAX traces it outside `use_rules`.
     """
 
-    def run_forward(
+    def sequence_and_options(tokens: TokenPositions, window: Window) -> tuple[_Sequence, ScoreOptions]:
+        options = static if window is None else static._replace(window=window)
+        return _sequence_of(tokens, sharding, options.window), options
+
+    def forward(
         q: jax.Array, k: jax.Array, v: jax.Array, tokens: TokenPositions, window: Window, sinks: jax.Array | None
     ) -> Half:
-        sequence, options = _sequence_of(tokens, sharding, window), static._replace(window=window)
-        out, lse = context_method.forward(sharding, kernel, sequence, options, q, k, v)
+        sequence, options = sequence_and_options(tokens, window)
+        out, lse = method.forward(kernel, options, sequence, (q, k, v))
         if sinks is not None:
-            out, lse = blocks.add_sinks(out, lse, sharding.local_sinks(sinks, q.shape[2]))
+            out, lse = blocks.add_sinks(out.astype(jnp.float32), lse, sharding.local_sinks(sinks, q.shape[2]))
         return out.astype(q.dtype), lse
 
-    def run_backward(inputs: Any, out: jax.Array, lse: jax.Array, dout: jax.Array) -> tuple[Any, ...]:
+    def backward(inputs: Any, out: jax.Array, lse: jax.Array, dout: jax.Array) -> tuple[Any, ...]:
         q, k, v, tokens, window, sinks = inputs
-        sequence, options = _sequence_of(tokens, sharding, window), static._replace(window=window)
+        sequence, options = sequence_and_options(tokens, window)
         residuals = AttentionResiduals(out, lse, dout, blocks.row_delta(out, dout))
-        gradients = context_method.backward(sharding, kernel, sequence, options, q, k, v, residuals)
+        gradients = method.backward(kernel, options, sequence, (q, k, v), residuals)
+        dq, dk, dv = (g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
         dsinks = None
         if sinks is not None:
             local = blocks.sinks_gradient(lse, residuals.delta_BHP, sharding.local_sinks(sinks, q.shape[2]))
-            dsinks = lax.psum(sharding.all_sinks(local, sinks), (*batch, *sharding.axes)).astype(sinks.dtype)
-        return (*(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), dsinks)
+            dsinks, axes = sharding.all_sinks(local, sinks), (*batch, *sharding.axes)
+            dsinks = (lax.psum(dsinks, axes) if axes else dsinks).astype(sinks.dtype)
+        return dq, dk, dv, None, None, dsinks
 
+    if active_mesh() is None:
+        return custom_vjp_with_residuals(forward, backward, "attention_out")
     by_head, of_heads = make_spec([batch, sharding.axes, heads]), make_spec([heads])
     inputs = by_head, by_head, by_head, make_spec([batch]), PartitionSpec(), of_heads
     outputs = by_head, make_spec([batch, heads, sharding.axes])
-    forward = shard_mapped(run_forward, inputs, outputs)
-    backward = shard_mapped(run_backward, (inputs, *outputs, by_head), (by_head, by_head, by_head, of_heads))
-
-    def gradients(inputs: Any, out: jax.Array, lse: jax.Array, dout: jax.Array) -> tuple[Any, ...]:
-        *dqkv, dsinks = backward(inputs, out, lse, dout)
-        return (*dqkv, None, None, dsinks)
-
+    gradients = by_head, by_head, by_head, None, None, of_heads
     # A remat policy that saves attention_out does not run the forward pass again.
-    return custom_vjp_with_residuals(forward, gradients, "attention_out")
+    return custom_vjp_with_residuals(
+        shard_mapped(forward, inputs, outputs),
+        shard_mapped(backward, (inputs, *outputs, by_head), gradients),
+        "attention_out",
+    )
 
 
 def _scatter_heads(sharding: SequenceSharding, x: jax.Array) -> jax.Array:

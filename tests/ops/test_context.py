@@ -14,6 +14,7 @@ from jaxtrain.config import AXES, RulesConfig
 from jaxtrain.mesh.constraints import active_axes, use_rules
 from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.ops import context
+from jaxtrain.ops.blocks import TokenPositions
 from jaxtrain.ops.kernels import ScoreOptions
 from jaxtrain.ops.zigzag import zigzag_order
 
@@ -67,7 +68,7 @@ def sharded(context_method: str, mesh: Mesh, score: ScoreOptions, deferred: bool
     def attend(q: Any, k: Any, v: Any, sinks: Any, segments: Any, positions: Any) -> jax.Array:
         with use_rules(rules, mesh, without=("data",) if deferred else ()):
             assert active_axes("seq_len") == ("seq",)
-            return context.attend_sharded(q, k, v, segments, positions, score, sinks, context_method)
+            return context.attend_sharded(q, k, v, TokenPositions(segments, positions), score, sinks, context_method)
 
     def whole(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
         fields = q[:, order], k[:, order], v[:, order], segments, positions
@@ -162,7 +163,11 @@ def temporaries(context_method: str, seq: int, local: int = 1024) -> int:
 
     def total(q: Any, k: Any, v: Any, tokens: Any) -> jax.Array:
         with use_rules(rules, mesh):
-            return jnp.sum(jnp.square(context.attend_sharded(q, k, v, tokens, tokens, DEFAULT, None, context_method)))
+            return jnp.sum(
+                jnp.square(
+                    context.attend_sharded(q, k, v, TokenPositions(tokens, tokens), DEFAULT, None, context_method)
+                )
+            )
 
     length = local * seq
     q, k = (jax.ShapeDtypeStruct((1, length, heads, 32), jnp.float32) for heads in (8, 8))

@@ -57,6 +57,7 @@ from jaxtrain.config import AXES, RulesConfig, load_config
 from jaxtrain.mesh.constraints import use_rules
 from jaxtrain.mesh.rules import resolve_rules
 from jaxtrain.ops import context
+from jaxtrain.ops.blocks import TokenPositions
 from jaxtrain.ops.kernels import MOSAIC, ScoreOptions
 from jaxtrain.program.compile import make_request
 from jaxtrain.program.worker import _ask_of, compile_only_devices
@@ -68,7 +69,8 @@ mesh, rules = Mesh(np.array(devices).reshape(8, 1, 1, 8, 1), AXES), resolve_rule
 
 def total(q, k, v, places):
     with use_rules(rules, mesh):
-        out = context.attend_sharded(q, k, v, places, places, ScoreOptions(None, None, 128**-0.5), None, "ring", MOSAIC)
+        options = ScoreOptions(None, None, 128**-0.5)
+        out = context.attend_sharded(q, k, v, TokenPositions(places, places), options, None, "ring", MOSAIC)
     return jnp.sum(jnp.square(out.astype(jnp.float32)))
 
 def array(*shape, dtype=jnp.bfloat16):
