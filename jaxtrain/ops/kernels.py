@@ -77,13 +77,9 @@ def _tiles_forward(
 
 
 def _tiles_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    residuals: AttentionResiduals,
-    visibility: Visibility,
+    q: jax.Array, k: jax.Array, v: jax.Array, residuals: AttentionResiduals, visibility: Visibility,
     options: ScoreOptions,
-) -> Triple:
+) -> Triple:  # fmt: skip
     sums = residuals.lse_BHP, residuals.delta_BHP, residuals.dout_BPHV
     return blocks.backward(q, k, v, *sums, visibility.queries, visibility.keys, *options, visibility.ordered)
 
@@ -112,13 +108,9 @@ def _mosaic_forward(
 
 
 def _mosaic_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    residuals: AttentionResiduals,
-    visibility: Visibility,
+    q: jax.Array, k: jax.Array, v: jax.Array, residuals: AttentionResiduals, visibility: Visibility,
     options: ScoreOptions,
-) -> Triple:
+) -> Triple:  # fmt: skip
     from tokamax._src.ops.attention.pallas_mosaic_gpu import PallasMosaicGpuFlashAttention
 
     # For a query without keys, lse = -MASKED makes every weight exp(score - lse) 0.
@@ -156,13 +148,9 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    residuals: AttentionResiduals,
-    visibility: Visibility,
+    q: jax.Array, k: jax.Array, v: jax.Array, residuals: AttentionResiduals, visibility: Visibility,
     options: ScoreOptions,
-) -> Triple:
+) -> Triple:  # fmt: skip
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     # The public function uses the lse of this block; the gradient needs the lse over all blocks.

@@ -163,11 +163,8 @@ def temporaries(context_method: str, seq: int, local: int = 1024) -> int:
 
     def total(q: Any, k: Any, v: Any, tokens: Any) -> jax.Array:
         with use_rules(rules, mesh):
-            return jnp.sum(
-                jnp.square(
-                    context.attend_sharded(q, k, v, TokenPositions(tokens, tokens), DEFAULT, None, context_method)
-                )
-            )
+            out = context.attend_sharded(q, k, v, TokenPositions(tokens, tokens), DEFAULT, None, context_method)
+        return jnp.sum(jnp.square(out))
 
     length = local * seq
     q, k = (jax.ShapeDtypeStruct((1, length, heads, 32), jnp.float32) for heads in (8, 8))
