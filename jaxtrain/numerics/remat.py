@@ -36,7 +36,7 @@ DOTS = ("latent", "qkv", "attention_residual", "mlp_gate", "mlp_up", "router_log
 class _ResidualTape:
     names: frozenset[str]
     values: list[jax.Array]
-    restore_residuals: bool
+    restoring: bool
 
 
 _TAPE: ContextVar[_ResidualTape | None] = ContextVar("jaxtrain_residuals", default=None)
@@ -48,7 +48,7 @@ def tag(x: jax.Array, name: str) -> jax.Array:
     tape = _TAPE.get()
     if tape is None or name not in tape.names:
         return checkpoint_name(x, name)
-    if tape.restore_residuals:
+    if tape.restoring:
         return _substitute(x, tape.values.pop(0))
     tape.values.append(x)
     return x
@@ -57,7 +57,7 @@ def tag(x: jax.Array, name: str) -> jax.Array:
 @contextmanager
 def save_residuals(names: Iterable[str]) -> Iterator[list[jax.Array]]:
     """While tracing, collect the tagged values of these names in the returned list."""
-    tape = _ResidualTape(frozenset(names), [], restore_residuals=False)
+    tape = _ResidualTape(frozenset(names), [], restoring=False)
     token = _TAPE.set(tape)
     try:
         yield tape.values
@@ -68,7 +68,7 @@ def save_residuals(names: Iterable[str]) -> Iterator[list[jax.Array]]:
 @contextmanager
 def restore_residuals(names: Iterable[str], values: Iterable[jax.Array]) -> Iterator[None]:
     """While tracing, replace tagged values by those of `save_residuals`, in order; the originals become dead code."""
-    tape = _ResidualTape(frozenset(names), list(values), restore_residuals=True)
+    tape = _ResidualTape(frozenset(names), list(values), restoring=True)
     token = _TAPE.set(tape)
     try:
         yield
