@@ -14,6 +14,7 @@ SOURCES.
 """
 
 from jaxtrain.config import ConfigError, Registry, RunConfig, load_config, replace
+from jaxtrain.data import SOURCES
 from jaxtrain.inspect import inspect
 from jaxtrain.mesh.topology import Topology, build_topology
 from jaxtrain.program.compile import compile_for
@@ -27,7 +28,7 @@ from jaxtrain.train.step import Step
 from jaxtrain.train.use import evaluate, generate, open_run
 
 __all__ = [
-    "LOSSES", "METRICS", "Bound", "ConfigError", "HeadInputs", "Hook", "Registry", "Resolved", "Run", "RunConfig",
-    "Step", "Topology", "bind", "build_topology", "compile_for", "evaluate", "generate", "inspect", "load_config",
-    "open_run", "replace", "resolve", "train", "verify",
+    "LOSSES", "METRICS", "SOURCES", "Bound", "ConfigError", "HeadInputs", "Hook", "Registry", "Resolved", "Run",
+    "RunConfig", "Step", "Topology", "bind", "build_topology", "compile_for", "evaluate", "generate", "inspect",
+    "load_config", "open_run", "replace", "resolve", "train", "verify",
 ]  # fmt: skip

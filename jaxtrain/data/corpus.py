@@ -16,7 +16,7 @@ from rich.progress import Progress
 from jaxtrain.config import ConfigError, DataConfig, RunConfig
 from jaxtrain.config.data import EXAMPLE_SOURCES, source_syntax
 from jaxtrain.data.cache import build_once
-from jaxtrain.data.documents import DocumentNames, Documents, Flat, join
+from jaxtrain.data.documents import DocumentNames, Documents, Flat, join_documents
 from jaxtrain.data.files import fingerprint
 from jaxtrain.data.readers import BadRecord, Record, TokenIds
 from jaxtrain.data.sources import Listing, Tally, list_source, refuse_or_count, texts_of, training_texts
@@ -105,7 +105,7 @@ def prepare(config: RunConfig) -> Corpus:
             else _tokenized(data, listing, tokenizer, cache, progress)
             for listing in listings
         ]
-    documents = join([part.documents for part in parts])
+    documents = join_documents([part.documents for part in parts])
     assert isinstance(documents.names, DocumentNames)
     held_out = documents.names.held_out(data.held_out)
     if held_out.all():
@@ -201,7 +201,9 @@ def _shards_of(listing: Listing) -> list[Shard]:
 
 
 def _joined_token_files(opened: Sequence[TokenFile], names: DocumentNames) -> Documents:
-    whole = join([Documents(file.tokens, file.starts, file.stops, names, file.scored) for file in opened], names)
+    whole = join_documents(
+        [Documents(file.tokens, file.starts, file.stops, names, file.scored) for file in opened], names
+    )
     return Documents(whole.tokens, whole.starts, whole.stops, names, whole.scored)
 
 

@@ -117,7 +117,7 @@ class Documents:
         )
 
 
-def join(parts: Sequence[Documents], names: Sequence[str] | None = None) -> Documents:
+def join_documents(parts: Sequence[Documents], names: Sequence[str] | None = None) -> Documents:
     """The documents of several sources, in order, numbered by source; only their borders are copied.
 
     `names` replaces the names of all parts.

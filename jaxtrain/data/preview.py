@@ -31,8 +31,10 @@ MEASURE_S = 2.0
 SHOWN_SEQUENCES = 4
 SHOWN_CHARACTERS = 400
 BORDER = " ║ "
-UNSCORED = ("⟦", "⟧")
-LEGEND = f"{UNSCORED[0]}not scored{UNSCORED[1]}{BORDER}next document of the sequence{BORDER}↵ end of line"
+MASK_BRACKETS = ("⟦", "⟧")
+PREVIEW_LEGEND = (
+    f"{MASK_BRACKETS[0]}not scored{MASK_BRACKETS[1]}{BORDER}next document of the sequence{BORDER}↵ end of line"
+)
 COLUMNS = {
     "documents": "documents",
     "tokens_an_epoch": "tokens\nan epoch",
@@ -114,7 +116,7 @@ class Preview:
 
     def render(self) -> RenderableType:
         """Tables and the first batches as text; document borders and the loss mask are marked and coloured."""
-        shown = [Text(LEGEND, style="dim")] if self.batches else []
+        shown = [Text(PREVIEW_LEGEND, style="dim")] if self.batches else []
         return Group(self._numbers(), self._sources(), *shown, *map(self._batch, range(len(self.batches))))
 
     def draw(self, path: Path) -> Path:
@@ -222,7 +224,7 @@ class Preview:
         text = Text()
         for lo, hi in pairwise(borders):
             if words := _abbreviated(_printable(self.corpus.tokenizer.decode(tokens[lo:hi].tolist()))):
-                text.append(*((words, style) if scored[lo] else (words.join(UNSCORED), f"dim {style}")))
+                text.append(*((words, style) if scored[lo] else (words.join(MASK_BRACKETS), f"dim {style}")))
         return text
 
 

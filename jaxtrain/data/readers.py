@@ -1,4 +1,4 @@
-"""Files -> records: each kind of source is one entry of KINDS.
+"""Files -> records: each kind of source is one entry of FILE_KINDS.
 
 A kind cuts a file into spans that can be read independently, and reads a span as records.
 What cannot be read is a `BadRecord`; the caller decides between an error and a count.
@@ -434,7 +434,7 @@ def _array_record(path: Path) -> ArrayRecordReader:
     return reader
 
 
-KINDS: dict[str, Kind] = {
+FILE_KINDS: dict[str, Kind] = {
     "text": Kind(whole, read_text),
     "jsonl": Kind(split_lines, read_jsonl),
     "parquet": Kind(split_row_groups, read_parquet),

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxtrain.config import ConfigError, Registry, SourceConfig
+from jaxtrain.config import ConfigError, Registry, SourceConfig, nearest
 from jaxtrain.data.files import File, unreadable
 from jaxtrain.data.readers import (
     BadRecord,
@@ -47,6 +47,7 @@ from jaxtrain.data.readers import (
     whole,
 )
 
+REGISTERED_URL = "registered:"
 Document = str | TokenIds | np.ndarray | tuple[Turn, ...] | Mapping[str, Any]
 """Text, token ids (with or without flags of what is scored), chat turns, or a mapping of the source's fields."""
 
@@ -79,7 +80,7 @@ def registered_file(source: SourceConfig, where: str) -> File:
             f"{where}.registered {source.path!r} has the fingerprint {fingerprint!r}: give its objects an attribute "
             "fingerprint, a text that changes whenever the documents change"
         )
-    return File(source.path, f"registered:{source.path}", 0, "", fingerprint)
+    return File(source.path, f"{REGISTERED_URL}{source.path}", 0, "", fingerprint)
 
 
 def read_registered(span: FileSpan, source: SourceConfig, cache: Path) -> Iterator[Item]:
@@ -103,6 +104,11 @@ def read_registered(span: FileSpan, source: SourceConfig, cache: Path) -> Iterat
 
 
 def _build(source: SourceConfig, where: str) -> DocumentSource:
+    if source.path not in SOURCES:
+        raise ConfigError(
+            f"{where}.registered is {source.path!r}, which is not registered{nearest(source.path, SOURCES)}; known: "
+            f"{', '.join(SOURCES) or 'none'}. Call jaxtrain.api from the script that registers it, after it has"
+        )
     factory = SOURCES[source.path]
     try:
         return factory(**source.options)

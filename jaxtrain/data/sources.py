@@ -16,12 +16,12 @@ from jaxtrain.config import ConfigError, SourceConfig
 from jaxtrain.config.data import SOURCE_SUFFIXES
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import File, digest_of, fingerprint, list_files, stat, unreadable
-from jaxtrain.data.readers import KINDS, BadRecord, Content, FileSpan, Item, Record, read_text, whole
-from jaxtrain.data.registered import REGISTERED, registered_file
+from jaxtrain.data.readers import FILE_KINDS, BadRecord, Content, FileSpan, Item, Record, read_text, whole
+from jaxtrain.data.registered import REGISTERED, REGISTERED_URL, registered_file
 
-READERS = {**KINDS, "registered": REGISTERED}
+READERS = {**FILE_KINDS, "registered": REGISTERED}
 LISTING_FORMAT = "listing-1"
-# A file written this recently may be written again without its time moving.
+# A file written this recently may be written again without a change of its time.
 UNSETTLED_S = 2.0
 REASONS = 20
 
@@ -105,9 +105,10 @@ class Listing:
 def refuse_or_count(bad: BadRecord, where: str, on_bad: str, tally: Tally) -> None:
     """Raise ConfigError for a record that cannot be read, or count it."""
     if on_bad == "fail":
+        registered = bad.file.url.startswith(REGISTERED_URL)
+        exclude = "" if registered else f"leave the file out with {where}.exclude: [{bad.file.name!r}], "
         raise ConfigError(
-            f"{where}: {bad.message}: fix it, leave the file out with {where}.exclude: [{bad.file.name!r}], or "
-            "leave such records out with data.on_bad_record: skip"
+            f"{where}: {bad.message}: fix it, {exclude}or leave such records out with data.on_bad_record: skip"
         )
     tally.skip(bad.message)
 
@@ -286,7 +287,7 @@ def _checked_digest(source: SourceConfig, file: File, where: str, on_bad: str, t
         return ""
     try:
         # Reading a file's table of contents detects a truncated file before anything is built.
-        list(KINDS[source.kind].split(file, file.size))
+        list(FILE_KINDS[source.kind].split(file, file.size))
         # Object storage reports versions, and reading whole objects is slow.
         return fingerprint([file.stamp]) if file.remote and file.stamp else digest_of(file)
     except OSError as error:

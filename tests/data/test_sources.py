@@ -19,7 +19,7 @@ from jaxtrain.cli import main
 from jaxtrain.config import ConfigError, RunConfig, load_config, validate
 from jaxtrain.data import Corpus, prepare
 from jaxtrain.data import sources as sources_module
-from jaxtrain.data.readers import KINDS
+from jaxtrain.data.readers import FILE_KINDS
 from jaxtrain.data.sources import is_record_held_out, list_source, records_held_out
 
 TEXTS = [f"Text {i}: café {'x ' * (i % 5)}\nsecond line {i}" for i in range(60)]
@@ -81,13 +81,13 @@ def write(kind: str, folder: Path, texts: list[str], name: str = "text") -> dict
         for record in records:
             writer.write(json.dumps(record).encode() if name != "text" else record[name].encode())
         writer.close()
-    return {kind if kind in KINDS else "jsonl": str(folder)}
+    return {kind if kind in FILE_KINDS else "jsonl": str(folder)}
 
 
-FILE_KINDS = ["text", "jsonl", "gz", "zst", "parquet", "hf", "arrayrecord"]
+KIND_NAMES = ["text", "jsonl", "gz", "zst", "parquet", "hf", "arrayrecord"]
 
 
-@pytest.mark.parametrize("kind", FILE_KINDS)
+@pytest.mark.parametrize("kind", KIND_NAMES)
 def test_every_kind_gives_the_same_documents(tmp_path, kind):
     corpus = corpus_of(tmp_path, write(kind, tmp_path / "in", TEXTS))
     assert texts_of(corpus) == TEXTS
