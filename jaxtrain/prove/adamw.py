@@ -21,6 +21,14 @@ from jaxtrain.train.resolve import Bound
 Tree = Any
 
 
+def missing_in_numpy(config: OptimizerConfig) -> str:
+    """Why `reference_steps` cannot check an optimizer; empty if it can. It knows adamw with a cosine schedule."""
+    for setting, value, known in (("name", config.name, "adamw"), ("schedule", config.schedule, "cosine")):
+        if value != known:
+            return f"optimizer.{setting} is {value}: the NumPy reference implements {known} only"
+    return ""
+
+
 def reference_steps(setup: Bound, runner: StepRunner, initial: Tree, batches: Sequence[HostBatch]) -> Outcome:
     """Metrics and states that AdamW must give after each batch, with the gradients that `runner` computes.
 

@@ -20,7 +20,7 @@ SHRINK_RULES = (
     "experts: 8, or 12 with an odd factor; top_k 2 (1 stays 1); 2 groups, of which 1 is selected if not all were",
     "batch: 16 sequences, in 2 microbatches if there were several; remat at most every 2nd layer",
     "unchanged: tied embeddings, norms, biases, activation, positions, soft caps, sinks, router, shared experts, "
-    "latent attention, multi-token prediction, the optimizer",
+    "latent attention, multi-token prediction, the optimizer, the loss, whatever user code registered",
     "set: clipping, weight decay, z-loss, the mixtures' balance loss and z-loss; float32; Adam's eps 1e-4, so that "
     "gradients of rounding size make no full step; no expert capacity, since drops depend on the layout",
 )
@@ -30,6 +30,7 @@ OPTIMIZER = {
     "learning_rate": 3e-3, "schedule": "cosine", "unit": "steps", "warmup": 2, "decay": 0, "total": None,
     "final_ratio": 0.1, "eps": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0,
 }  # fmt: skip
+BUILTIN_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
 def shrink(config: RunConfig) -> RunConfig:
@@ -45,10 +46,16 @@ def shrink(config: RunConfig) -> RunConfig:
         "data": {"seq_len": SEQ_LEN, "tokenizer": {"vocab_size": VOCAB}},
         "train": {
             "steps": 10, "global_batch": BATCH, "accumulation": 1 + accumulates, "z_loss": 1e-2, "sample_prompt": "",
+            "loss": train.loss, "metrics": train.metrics,
         },
-        "optimizer": {**tree["optimizer"], **OPTIMIZER},
+        "optimizer": {**tree["optimizer"], **_optimizer(config.optimizer.schedule)},
         "eval": {"every": None},
     })  # fmt: skip
+
+
+def _optimizer(schedule: str) -> dict[str, Any]:
+    """Optimizer settings; a schedule that user code registered is kept."""
+    return OPTIMIZER | ({} if schedule in BUILTIN_SCHEDULES else {"schedule": schedule})
 
 
 def _model(model: ModelConfig, seq_len: int) -> dict[str, Any]:

@@ -8,11 +8,13 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,6 +26,7 @@ from jaxtrain.config import CONFIG_ROOT, ConfigError, OptimizerConfig, load_conf
 from jaxtrain.data import IGNORE
 from jaxtrain.data.packing import PACKERS
 from jaxtrain.pipeline.schedule import MAKERS, schedule_shape
+from jaxtrain.prove.adamw import missing_in_numpy
 from jaxtrain.prove.batches import adversarial_batches, randomize_masked, repack
 from jaxtrain.prove.compare import BOUNDS, Check, compare, first_failure
 from jaxtrain.prove.layouts import BACKENDS, DENSE, EXPERTS, FILE, PIPELINE, SEQUENCE, applicable_layouts, parse_layout
@@ -31,14 +34,39 @@ from jaxtrain.prove.measure import Outcome
 from jaxtrain.prove.show import report_to_json, skipped_line, time_left, verify_progress
 from jaxtrain.prove.shrink import BATCH, SEQ_LEN, VOCAB, shrink
 from jaxtrain.prove.verify import ADAMW_ROW, LayoutResult, VerifyReport, verify
+from jaxtrain.train.losses import LOSSES, METRICS, HeadInputs
 
 STRUCTURES = sorted(path.stem for path in (CONFIG_ROOT / "models").glob("*.yaml"))
 
 
-def test_a_refused_layout_does_not_count_as_passed(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(
-        ["verify", "models/gpt2.yaml", "--json", "--layouts", "data=2,tensor=4,rules.preset=[fsdp,tensor];tensor=3"]
-    )
+@pytest.fixture
+def registered() -> Iterator[list[str]]:
+    """A loss and a metric of user code, removed afterwards; the list grows when they are traced."""
+    traced: list[str] = []
+
+    @LOSSES.register("doubled")
+    def doubled(inputs: HeadInputs) -> Any:
+        traced.append("loss")
+        total, sums = LOSSES["cross_entropy"](inputs)
+        return 2 * total, sums | {"loss": 2 * sums["loss"]}
+
+    @METRICS.register("label_mean")
+    def label_mean(inputs: HeadInputs) -> jax.Array:
+        traced.append("metric")
+        return jnp.sum(jnp.where(inputs.scored, inputs.batch["labels"], 0).astype(jnp.float32))
+
+    yield traced
+    LOSSES.unregister("doubled")
+    METRICS.unregister("label_mean")
+
+
+def test_registered_losses_pass_and_a_refused_layout_does_not_count_as_passed(
+    capsys: pytest.CaptureFixture[str], registered: list[str]
+) -> None:
+    layouts = "data=2,tensor=4,rules.preset=[fsdp,tensor];tensor=3"
+    user_code = ["--train.loss", "doubled", "--train.metrics", "[label_mean]"]
+    status = main(["verify", "models/gpt2.yaml", "--json", "--layouts", layouts, *user_code])
+    assert set(registered) == {"loss", "metric"}
     out = capsys.readouterr()
     report = json.loads(out.out)
     names = [row["name"] for row in report["layouts"]]
@@ -341,6 +369,14 @@ def test_second_moments_explain_no_more_than_gradients_within_their_bound() -> N
 def test_bounds_and_order_of_kinds() -> None:
     assert BOUNDS["gradient"] == 2e-5 and next(iter(BOUNDS)) == "gradient"
     assert not Check("masked", "loss", math.inf).passed
+
+
+def test_the_numpy_reference_is_left_out_where_it_has_no_rule() -> None:
+    assert missing_in_numpy(ADAMW) == ""
+    lion = missing_in_numpy(ADAMW.model_copy(update={"name": "lion"}))
+    assert lion == "optimizer.name is lion: the NumPy reference implements adamw only"
+    mine = ADAMW.model_copy(update={"schedule": "mine"})
+    assert "implements cosine only" in missing_in_numpy(mine)
 
 
 def test_progress_reports_every_row() -> None:
