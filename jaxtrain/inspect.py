@@ -20,9 +20,9 @@ from rich.console import Console
 
 from jaxtrain.config import AXES, ConfigError, RunConfig, diff_configs, named_cluster, nearest, replace, to_tree
 from jaxtrain.mesh.layout import PARTS, Layout, bytes_per_device, flatten_paths, local_shape
-from jaxtrain.mesh.param import Param, spec_axes
+from jaxtrain.mesh.param import Param, show_axes, spec_axes
 from jaxtrain.mesh.resolution import Reason
-from jaxtrain.mesh.rules import resolve_rules
+from jaxtrain.mesh.rules import ACTIVATION_ONLY, EXTRAS, NAMES, resolve_rules
 from jaxtrain.mesh.topology import Topology, build_topology, node_size
 from jaxtrain.nn.decoder import mixture_layers
 from jaxtrain.nn.model import build
@@ -250,6 +250,40 @@ class Difference:
             for path in dict.fromkeys([*rows[0], *rows[1]])
             if rows[0].get(path) != rows[1].get(path)
         ]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why settings that differ change no layout, one sentence each; empty where a layout changes."""
+        parts = [
+            [
+                {key: row[key] for key in ("shape", "bytes", *(f"{part}_spec" for part in PARTS))}
+                for row in one.parameters
+            ]
+            for one in (self.before, self.after)
+        ]
+        if parts[0] != parts[1] or self.before.topology.sizes != self.after.topology.sizes:
+            return []
+        return [self._reason(key) for key, _, _ in self.settings]
+
+    def _reason(self, key: str) -> str:
+        section, _, name = key.partition(".")
+        if section == "mesh":
+            return f"{key}: the mesh has the same sizes before and after"
+        if section != "rules" or name not in (*NAMES, *EXTRAS):
+            return f"{key} does not affect how parameters are sharded"
+        old, new = (one.layout.rules.entry(name).axes for one in (self.before, self.after))
+        sizes, fast = self.after.topology.sizes, min(8, int(np.bincount(self.after.topology.domain.ravel()).max()))
+        idle = [axis for axis in dict.fromkeys((*new, *old)) if sizes[axis] == 1]
+        if idle and len(idle) == len({*new, *old}):
+            several = " and ".join(f"mesh.{axis} has size 1" for axis in idle)
+            rest = "" if self.after.config.mesh.data == -1 or idle[0] == "data" else "mesh.data=-1 "
+            trial = f"; try {rest}mesh.{idle[0]}={fast}" if fast > 1 else "; it needs more devices (--devices)"
+            return f"{several}: the rule has no effect{trial}"
+        if old == new:
+            return f"{key}: {name} is {show_axes(new)} before and after"
+        if name in ACTIVATION_ONLY:
+            return f"{key} shards activations: no parameter changes"
+        return f"{key}: no parameter has a dimension {name} that changes from {show_axes(old)} to {show_axes(new)}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values: settings, changed parameters, and totals, mesh, crossings, notes as [before, after]."""

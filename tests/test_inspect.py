@@ -1,4 +1,4 @@
-"""What inspect says is what jax does: shards, bytes, differences, refusals; the notebook runs."""
+"""What inspect shows is what jax does: shards, bytes, differences, refusals; the notebook runs."""
 
 import io
 import json
@@ -72,7 +72,7 @@ def test_8b_on_64_described_h100():
     assert shown["crossings"] == {"data": 8, "pipe": 1, "tensor": 1, "seq": 1, "expert": 1}
     assert [node["data"] for node in shown["mesh"]["nodes"]] == [[i] for i in range(8)]
     totals = shown["totals"]
-    # All but the norms is cut in 8 by tensor; masters and both moments of everything once more by data.
+    # tensor shards all but the norms in 8; data shards master parameters and both moments once more.
     norms = (2 * 32 + 1) * 4096
     local = (8_030_261_248 - norms) // 8 + norms
     stored = 8_030_261_248 - norms
@@ -171,14 +171,14 @@ def test_what_training_refuses_inspect_refuses():
         inspect(TINY).plot_parameter("layers/mlp/up")
 
 
-def test_assumed_nodes_are_said():
+def test_assumed_nodes_are_noted():
     assert "nodes of 8 devices are assumed" in inspect(replace(TINY, "train.global_batch=64"), devices=64).notes[0]
     assert not any("assumed" in note for note in inspect(TINY).notes)
     described = inspect(replace(TINY, "cluster.nodes=2", "cluster.devices_per_node=4"))
     assert described.topology.devices.size == 8 and len(described.nodes) == 2
 
 
-def test_pictures_colour_devices_by_shard():
+def test_plots_colour_devices_by_shard():
     one = inspect(replace(TINY, "rules.preset=[tensor]"), devices=16)
     cells = one.plot_parameter("layers/mlp/up/weight").axes[0].patches
     assert len(cells) == 16 and len({cell.get_facecolor() for cell in cells}) == 4

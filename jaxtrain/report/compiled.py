@@ -1,76 +1,62 @@
-"""A report as tables on a terminal, and two reports side by side."""
+"""A compiled program as tables on a terminal, and two programs side by side."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
-from rich.box import SIMPLE_HEAD
+import numpy as np
 from rich.console import Console
-from rich.table import Column, Table
 
 from jaxtrain.config import diff_configs
 from jaxtrain.program.report import ProgramReport
-from jaxtrain.report.tables import format_integer, format_number, gib, percent
+from jaxtrain.report.tables import FittedTable, format_integer, format_number, format_range, gib, percent, print_lines
 
-TRAFFIC_HEADS = ("over", "kind", "domain", "async", "calls", "GiB", "wire", "ms", "covered", "groups")
-KEPT_WHOLE = ("over", "kind", "line", "GiB", "setting")
+TRAFFIC_HEADS = ("over", "kind", "link", "async", "calls", "GiB", "sent", "ms", "covered", "groups")
+BUFFER_HEADS = ("GiB", "array", "made by", "line")
+NODE_HEADS = ("node", "domain", "partitions", "groups")
+NODE_ROWS_SHOWN = 16
 MEMBERS_SHOWN = 8
 SOURCES_SHOWN = 3
 RESHARDING_SHOWN = 8
 LINKS = {"fast": "inside", "network": "across"}
 LEGEND = (
-    "GiB: bytes of the arrays; wire: GiB that a device sends over the limiting link; covered: share of the "
-    "transfer time (at the link's published speed) behind matmuls scheduled between start and done"
+    "over: mesh axes of the groups; link: inside a fast domain or across domains; GiB: bytes of the arrays; sent: GiB "
+    "that a device sends over the limiting link; covered: share of the transfer time (at the link's published speed) "
+    "behind matmuls scheduled between start and done; groups: their number x size, and the first one"
 )
 
 
 def print_compiled(report: ProgramReport, console: Console) -> None:
-    """Print memory, FLOPs, collectives, inventions and the proof line."""
-    console.print(headline(report))
-    console.print(_table("Memory of a device", ["", "GiB"], [[name, value] for name, value in memory_rows(report)]))
-    console.print(
-        _table(
-            "Largest buffers alive at the peak",
-            ["GiB", "array", "made by", "line"],
-            [
-                [gib(one.bytes), one.shape, operation(one.op_name) or one.name, one.source]
-                for one in report.memory.largest
-            ],
-        )
-    )
-    console.print(_table("FLOPs of a device, an update", ["", "TFLOP"], [list(row) for row in flops_rows(report)]))
-    console.print(
-        _table(
-            f"Collectives of a device, an update ({report.reductions.calls} gradient reductions, "
-            f"{gib(report.reductions.bytes)} GiB)",
-            TRAFFIC_HEADS,
-            traffic_rows(report),
-        )
-    )
-    console.print("\n".join(source_lines(report)), style="dim")
-    console.print(LEGEND, style="dim")
-    for line in resharding_lines(report):
-        console.print(line)
-    for line in proof_lines(report):
-        console.print(line, style="green" if report.proof.holds else "bold red")
-    for note in (*report.notes, *(f"not understood, not counted: {what} ({where})" for what, where in report.unknown)):
-        console.print(f"note: {note}", style="yellow")
-    console.print(
-        f"traced in {report.trace_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s; {options(report)}"
-    )
+    """Print memory, mesh, FLOPs, collectives, inserted resharding and the proof line."""
+    print_lines(console, headline(report))
+    reductions = f"{report.reductions.calls} gradient reductions, {gib(report.reductions.bytes)} GiB"
+    for table in (
+        FittedTable(["", "GiB"], memory_rows(report), "Memory of a device"),
+        FittedTable(BUFFER_HEADS, buffer_rows(report), "Largest buffers alive at the peak"),
+        FittedTable(NODE_HEADS, node_rows(report), "Mesh over nodes; a group is a tensor x expert group"),
+        FittedTable(["", "TFLOP"], flops_rows(report), "FLOPs of a device in a step"),
+        FittedTable(TRAFFIC_HEADS, traffic_rows(report), f"Collectives of a device in a step ({reductions})"),
+    ):
+        if table.rows:
+            console.print(table)
+    print_lines(console, "\n".join(source_lines(report)), style="dim")
+    print_lines(console, LEGEND, style="dim")
+    print_lines(console, "\n".join(resharding_lines(report)))
+    print_lines(console, "\n".join(proof_lines(report)), style="green" if report.proof.holds else "bold red")
+    for note in note_lines(report):
+        print_lines(console, f"note: {note}", style="yellow")
+    print_lines(console, time_line(report))
 
 
 def print_compiled_diff(a: ProgramReport, b: ProgramReport, names: tuple[str, str], console: Console) -> None:
     """Print two reports side by side: settings that differ, then every figure."""
-    settings = diff_configs(a.config, b.config)
-    console.print(
-        _table("Settings that differ", ["setting", *names], [[key, str(x), str(y)] for key, x, y in settings])
-    )
-    console.print(_table("Compiled", ["", *names, "ratio"], compiled_diff_rows(a, b)))
+    settings = [[key, str(x), str(y)] for key, x, y in diff_configs(a.config, b.config)]
+    console.print(FittedTable(["setting", *names], settings, "Settings that differ"))
+    console.print(FittedTable(["", *names, "ratio"], compiled_diff_rows(a, b), "Compiled"))
     for name, report in zip(names, (a, b), strict=True):
-        for line in proof_lines(report):
-            console.print(f"{name}: {line}", style="green" if report.proof.holds else "bold red")
+        style = "green" if report.proof.holds else "bold red"
+        print_lines(console, "\n".join(f"{name}: {line}" for line in proof_lines(report)), style=style)
 
 
 def compiled_diff_rows(a: ProgramReport, b: ProgramReport) -> list[list[str]]:
@@ -78,6 +64,8 @@ def compiled_diff_rows(a: ProgramReport, b: ProgramReport) -> list[list[str]]:
     keys = sorted({(row.axes, row.kind, row.link) for report in (a, b) for row in report.traffic})
     figures: list[tuple[str, Callable[[ProgramReport], float], Callable[[float], str]]] = [
         ("devices", lambda r: r.devices, format_integer),
+        ("microbatch, sequences", lambda r: r.microbatch, format_integer),
+        ("accumulation, microbatches", lambda r: r.accumulation, format_integer),
         ("peak GiB", lambda r: r.memory.peak, gib),
         ("spare GiB", lambda r: r.memory.spare or 0, gib),
         ("state and batch GiB", lambda r: r.memory.arguments, gib),
@@ -87,11 +75,15 @@ def compiled_diff_rows(a: ProgramReport, b: ProgramReport) -> list[list[str]]:
         ("recompute share", lambda r: r.flops.recompute, percent),
         ("gradient reductions", lambda r: r.reductions.calls, format_integer),
         ("gradient reductions GiB", lambda r: r.reductions.bytes, gib),
-        ("wire inside domains GiB", lambda r: r.link_bytes("fast"), gib),
-        ("wire across domains GiB", lambda r: r.link_bytes("network"), gib),
+        ("sent inside domains GiB", lambda r: r.link_bytes("fast"), gib),
+        ("sent across domains GiB", lambda r: r.link_bytes("network"), gib),
         ("covered inside", lambda r: r.coverage.get("fast", 1.0), percent),
         ("covered across", lambda r: r.coverage.get("network", 1.0), percent),
-        ("inventions", lambda r: len(r.inserted_resharding) + len(r.rematerializations), format_integer),
+        (
+            "resharding inserted by the partitioner",
+            lambda r: len(r.inserted_resharding) + len(r.rematerializations),
+            format_integer,
+        ),
         ("compile seconds", lambda r: r.compile_seconds, format_number),
     ]
     for key in keys:
@@ -108,36 +100,68 @@ def compiled_diff_rows(a: ProgramReport, b: ProgramReport) -> list[list[str]]:
 def headline(report: ProgramReport) -> str:
     """One line: what was compiled for what."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in report.sizes.items() if size > 1) or "one device"
-    rows = report.config["train"]["global_batch"]
     return (
-        f"{report.parameters / 1e9:.3f} B parameters, {rows} rows of {report.config['data']['seq_len']} = "
-        f"microbatch {report.microbatch} x accumulation {report.accumulation} on {report.devices} x {report.card} "
+        f"{report.parameters / 1e9:.3f} B parameters, {report.config['train']['global_batch']} sequences of "
+        f"{report.config['data']['seq_len']} tokens = {batch_text(report)} on {report.devices} x {report.card} "
         f"({report.cluster}, {report.target}): mesh {mesh}"
     )
 
 
+def batch_text(report: ProgramReport) -> str:
+    """Microbatch of a replica and number of microbatches: the peak depends on them."""
+    return f"microbatch {report.microbatch} x accumulation {report.accumulation}"
+
+
 def fit_line(report: ProgramReport) -> str:
-    """Whether it fits, and by how much."""
-    memory = report.memory
+    """Whether the peak fits the card, by how much, and for which microbatch."""
+    memory, batch = report.memory, batch_text(report)
     if memory.card is None or memory.spare is None:
-        return f"peak {gib(memory.peak)} GiB; cluster.memory_gb is null, so nothing says whether that fits"
+        return f"peak {gib(memory.peak)} GiB at {batch}; cluster.memory_gb is null: whether that fits is not known"
     card = f"the card's {gib(memory.card)} GiB ({memory.card / 1e9:g} GB)"
     if memory.fits:
-        return f"fits: peak {gib(memory.peak)} of {card}, {gib(memory.spare)} GiB spare"
-    return f"does not fit: peak {gib(memory.peak)} GiB, {gib(-memory.spare)} GiB more than {card}"
+        return f"fits: peak {gib(memory.peak)} of {card} at {batch}, {gib(memory.spare)} GiB spare"
+    return f"does not fit: peak {gib(memory.peak)} GiB at {batch}, {gib(-memory.spare)} GiB more than {card}"
 
 
 def memory_rows(report: ProgramReport) -> list[tuple[str, str]]:
     """(what, GiB) rows."""
     memory = report.memory
-    rows = [
-        ("peak", gib(memory.peak)),
+    return [
+        (f"peak, {batch_text(report)}", gib(memory.peak)),
         (fit_line(report), gib(memory.spare) if memory.spare is not None else "-"),
-        ("alive at the peak, the rest lies between buffers", gib(memory.live)),
+        ("alive at the peak; the rest is unused space between buffers", gib(memory.live)),
         ("state and batch (arguments)", gib(memory.arguments)),
         ("temporaries", gib(memory.temporaries)),
-        ("in the host's memory", gib(memory.host)),
+        ("in host memory", gib(memory.host)),
     ]
+
+
+def buffer_rows(report: ProgramReport) -> list[list[str]]:
+    """One row for each of the largest buffers at the peak, with BUFFER_HEADS."""
+    return [
+        [gib(one.bytes), one.shape, operation(one.op_name) or one.name, one.source] for one in report.memory.largest
+    ]
+
+
+def tensor_groups(report: ProgramReport) -> np.ndarray:
+    """Number of the tensor x expert group of each device, in the shape of the mesh."""
+    sizes = [1 if axis in ("tensor", "expert") else size for axis, size in report.sizes.items()]
+    return np.broadcast_to(np.arange(math.prod(sizes)).reshape(sizes), report.domain.shape)
+
+
+def node_rows(report: ProgramReport) -> list[list[str] | str]:
+    """One row for each node, with NODE_HEADS; a last line says how many are left out."""
+    groups, nodes, partitions = (
+        array.ravel() for array in (tensor_groups(report), report.nodes, np.arange(report.nodes.size))
+    )
+    names = sorted(set(nodes.tolist()))
+    rows: list[list[str] | str] = [
+        [str(node), *(format_range(sorted(set(array[nodes == node].tolist())))
+                      for array in (report.domain.ravel(), partitions, groups))]
+        for node in names[:NODE_ROWS_SHOWN]
+    ]  # fmt: skip
+    if len(names) > NODE_ROWS_SHOWN:
+        rows.append(f"and {len(names) - NODE_ROWS_SHOWN} more nodes (--json shows all)")
     return rows
 
 
@@ -145,12 +169,12 @@ def flops_rows(report: ProgramReport) -> list[tuple[str, str]]:
     """(what, value) rows."""
     flops = report.flops
     rows = [
-        ("executed by matmuls, loops counted", format_number(flops.executed / 1e12)),
+        ("executed by matmuls, iterations of loops counted", format_number(flops.executed / 1e12)),
         ("model, causal scores", format_number(flops.causal / 1e12)),
         ("model, full scores", format_number(flops.full / 1e12)),
-        ("of it in kernels, not counted as executed", format_number(flops.in_kernels / 1e12)),
+        ("model, in kernels whose work is not counted as executed", format_number(flops.in_kernels / 1e12)),
         ("executed / model (full) outside of kernels", format_number(flops.ratio)),
-        ("share computed again (beyond full)", percent(flops.recompute)),
+        ("share that is recomputed (beyond full)", percent(flops.recompute)),
     ]
     return rows + [(f"not counted: {name}, opaque", f"{calls} calls") for name, calls in flops.opaque]
 
@@ -175,14 +199,14 @@ def traffic_rows(report: ProgramReport) -> list[list[str]]:
 
 
 def source_lines(report: ProgramReport) -> list[str]:
-    """Which lines of the program the collectives come from, one line a row of the table."""
+    """Source lines of the collectives, one text for each row of the table."""
     return [
         f"{row.kind} over {row.axes}: {', '.join(row.sources[:SOURCES_SHOWN])}" for row in report.traffic if row.sources
     ]
 
 
 def resharding_lines(report: ProgramReport) -> list[str]:
-    """What the partitioner had to invent, one line each."""
+    """Resharding that the partitioner inserted, one line each."""
     lines = [
         f"involuntary full rematerialization: {one.shape} {operation(one.op_name) or one.instruction} {one.source} "
         f"from {one.before} to {one.after}"
@@ -190,14 +214,14 @@ def resharding_lines(report: ProgramReport) -> list[str]:
     ]
     heavy = sorted(report.inserted_resharding, key=lambda one: -one.calls * one.payload)
     lines += [
-        f"invented by the partitioner: {one.kind} over {one.axes_label}, {one.calls} x {one.payload / 2**20:.1f} MiB, "
+        f"inserted by the partitioner: {one.kind} over {one.axes_label}, {one.calls} x {one.payload / 2**20:.1f} MiB, "
         f"{one.source or operation(one.op_name)}"
         for one in heavy[:RESHARDING_SHOWN]
     ]
     rest = heavy[RESHARDING_SHOWN:]
     if rest:
-        lines.append(f"and {len(rest)} smaller inventions, {gib(sum(one.calls * one.payload for one in rest))} GiB")
-    return lines or ["the partitioner invented nothing"]
+        lines.append(f"and {len(rest)} smaller ones, {gib(sum(one.calls * one.payload for one in rest))} GiB")
+    return lines or ["no resharding was inserted by the partitioner"]
 
 
 def proof_lines(report: ProgramReport) -> list[str]:
@@ -217,10 +241,20 @@ def proof_lines(report: ProgramReport) -> list[str]:
 
 
 def groups_text(groups: Sequence[Sequence[int]]) -> str:
-    """'8 x 8: 0-7' for eight groups of eight, the first of them 0 to 7; '0-56/8' counts by eights."""
+    """'8 x 8: 0-7': eight groups of eight, the first has partitions 0 to 7; '0-56/8' has every eighth."""
     if not groups:
         return "-"
     return f"{len(groups)} x {len(groups[0])}: {_members(groups[0])}"
+
+
+def note_lines(report: ProgramReport) -> list[str]:
+    """Notes, and what the readers of the program did not count."""
+    return [*report.notes, *(f"not understood, not counted: {what} ({where})" for what, where in report.unknown)]
+
+
+def time_line(report: ProgramReport) -> str:
+    """Seconds of tracing and compilation, and the XLA options used."""
+    return f"traced in {report.trace_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s; {options(report)}"
 
 
 def options(report: ProgramReport) -> str:
@@ -230,17 +264,15 @@ def options(report: ProgramReport) -> str:
 
 
 def operation(op_name: str) -> str:
-    """An operation's name without the scaffolding of transformations: its last two parts."""
+    """The last two parts of an operation's name: without the names of transformations around it."""
     return "/".join(op_name.split("/")[-2:])
 
 
 def _members(group: Sequence[int]) -> str:
-    steps = {b - a for a, b in pairwise(group)}
-    if len(group) > 2 and len(steps) == 1:
-        step = steps.pop()
-        return f"{group[0]}-{group[-1]}{f'/{step}' if step != 1 else ''}"
-    shown = " ".join(map(str, group[:MEMBERS_SHOWN]))
-    return shown + (" .." if len(group) > MEMBERS_SHOWN else "")
+    text = format_range(group)
+    if len(group) > MEMBERS_SHOWN and "-" not in text:
+        return f"{' '.join(map(str, group[:MEMBERS_SHOWN]))} and {len(group) - MEMBERS_SHOWN} more"
+    return text.replace(",", "")
 
 
 def _domains(report: ProgramReport, group: Sequence[int]) -> str:
@@ -249,18 +281,3 @@ def _domains(report: ProgramReport, group: Sequence[int]) -> str:
 
 def _sum(report: ProgramReport, key: tuple[str, str, str], field: str) -> int:
     return sum(getattr(row, field) for row in report.traffic if (row.axes, row.kind, row.link) == key)
-
-
-def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    columns = [
-        Column(head, justify="right" if i and rows and _numeric(rows, i) else "left", no_wrap=head in KEPT_WHOLE)
-        for i, head in enumerate(heads)
-    ]
-    table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
-def _numeric(rows: Sequence[Sequence[str]], i: int) -> bool:
-    return all(row[i][:1] in "-0123456789" for row in rows)

@@ -1,4 +1,4 @@
-"""The end-of-run picture of a mixture: what each expert of each layer carries, and how uneven it was on the way.
+"""The plot of a mixture at the end of a run: load of each expert of each layer, and imbalance by step.
 
 N mixture layers, X experts.
 """
@@ -11,15 +11,15 @@ import numpy as np
 
 from jaxtrain.observe.files import read_metrics
 
-WINDOW = 20
-"""Updates at the end over which the load is summed."""
+LOAD_STEPS = 20
+"""The load is summed over so many last steps."""
 
 
 def draw_experts(run_dir: Path) -> Path | None:
     """Draw RUN/experts.png from RUN/metrics.jsonl; None for a run without mixtures.
 
-    Left: load of each expert [N, X] over the last updates, as a multiple of the even share. Right, by update: the worst
-    layer's imbalance, choices dropped and overflowed, and the share of rows that left a fast domain.
+    Left: load of each expert [N, X] over the last steps, as a multiple of the even share. Right, by step: the worst
+    layer's imbalance, choices dropped and overflowed, and the share of tokens sent to another fast domain.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -27,7 +27,7 @@ def draw_experts(run_dir: Path) -> Path | None:
     rows = [row for row in read_metrics(run_dir) if row.get("expert_load")]
     if not rows:
         return None
-    load_NX = np.sum([row["expert_load"] for row in rows[-WINDOW:]], axis=0, dtype=float)
+    load_NX = np.sum([row["expert_load"] for row in rows[-LOAD_STEPS:]], axis=0, dtype=float)
     even_NX = load_NX / np.maximum(load_NX.mean(axis=1, keepdims=True), 1e-9)
     figure = Figure(figsize=(12, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -37,14 +37,14 @@ def draw_experts(run_dir: Path) -> Path | None:
     left.set_xlabel("expert")
     left.set_ylabel("mixture layer")
     left.set_title(
-        f"load over the last {len(rows[-WINDOW:])} updates, worst {even_NX.max():.2f}", loc="left", fontsize=10
+        f"load over the last {len(rows[-LOAD_STEPS:])} steps, worst {even_NX.max():.2f}", loc="left", fontsize=10
     )
     steps = [row["step"] for row in rows]
     right.plot(
         steps, [row["imbalance"] for row in rows], color="#2f6db5", linewidth=1.2, label="imbalance, worst layer"
     )
     right.axhline(1, color="#9aa5b1", linewidth=0.8)
-    right.set_xlabel("optimizer updates")
+    right.set_xlabel("optimizer steps")
     right.set_ylabel("busiest expert over the mean")
     other = right.twinx()
     choices = np.maximum([np.sum(row["expert_load"]) for row in rows], 1)
@@ -54,7 +54,7 @@ def draw_experts(run_dir: Path) -> Path | None:
             other.plot(steps, shares, color=colour, linewidth=1, label=f"{key}, share of choices")
     crossing = [row.get("expert_crossing_share", 0.0) for row in rows]
     if any(crossing):
-        other.plot(steps, crossing, color="#333a42", linewidth=1, linestyle="--", label="rows sent across domains")
+        other.plot(steps, crossing, color="#333a42", linewidth=1, linestyle="--", label="tokens sent across domains")
     other.set_ylim(0, 1)
     lines = [*right.get_lines()[:1], *other.get_lines()]
     right.legend(handles=lines, frameon=False, loc="upper right", fontsize=8)

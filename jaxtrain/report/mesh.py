@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.table import Table
 
 from jaxtrain.config import AXES, Axis
 from jaxtrain.mesh.topology import Topology, node_size
-from jaxtrain.report.tables import format_range
+from jaxtrain.report.tables import FittedTable, Row, format_range
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,33 +26,33 @@ FLOW: dict[Axis, str] = {
 MESH_NODES_SHOWN = 16
 
 
-def mesh_table(one: Inspection) -> Table:
+def mesh_table(one: Inspection) -> FittedTable:
     """Domain, devices and mesh coordinates of each node."""
     sizes = one.topology.sizes
     used = [axis for axis in AXES if sizes[axis] > 1] or ["data"]
-    name = f"{one.config.cluster.name}: " if one.topology.devices.size else ""
-    table = Table("node", "domain", "devices", *used, title=f"{name}mesh {_show_sizes(sizes)} over nodes")
-    for row in one.nodes[:MESH_NODES_SHOWN]:
-        table.add_row(
+    rows: list[Row] = [
+        [
             str(row["node"]),
             format_range(row["domains"]),
             format_range(row["devices"]),
             *(format_range(row[axis]) for axis in used),
-        )
-    hidden = len(one.nodes) - MESH_NODES_SHOWN
-    if hidden > 0:
-        table.add_row("...", f"{hidden} more nodes (--json shows all)")
-    return table
+        ]
+        for row in one.nodes[:MESH_NODES_SHOWN]
+    ]
+    if len(one.nodes) > MESH_NODES_SHOWN:
+        rows.append(f"and {len(one.nodes) - MESH_NODES_SHOWN} more nodes (--json shows all)")
+    name = f"{one.config.cluster.name}: " if one.topology.devices.size else ""
+    return FittedTable(["node", "domain", "devices", *used], rows, f"{name}mesh {_show_sizes(sizes)} over nodes")
 
 
-def crossing_table(one: Inspection) -> Table:
+def crossing_table(one: Inspection) -> FittedTable:
     """How many fast domains a group of each axis spans, and what it sends."""
-    table = Table("axis", "size", "domains one group touches", "what flows", title="What crosses a domain border")
-    for axis, touched in one.topology.crossings().items():
-        if one.topology.sizes[axis] > 1:
-            crosses = f"{touched}: crosses" if touched > 1 else "1: stays inside"
-            table.add_row(axis, str(one.topology.sizes[axis]), crosses, FLOW[axis])
-    return table
+    rows = [
+        [axis, str(one.topology.sizes[axis]), f"{spanned}: crosses" if spanned > 1 else "1: stays inside", FLOW[axis]]
+        for axis, spanned in one.topology.crossings().items()
+        if one.topology.sizes[axis] > 1
+    ]
+    return FittedTable(["axis", "size", "domains of a group", "what is sent"], rows, "What crosses domains")
 
 
 def _show_sizes(sizes: dict[Axis, int]) -> str:
@@ -61,7 +60,7 @@ def _show_sizes(sizes: dict[Axis, int]) -> str:
 
 
 def device_figure(topology: Topology, panels: int) -> tuple[Figure, list[Axes]]:
-    """An empty figure with `panels` axes side by side, as large as the cluster needs."""
+    """An empty figure with `panels` axes side by side; its size follows the number of nodes and devices."""
     from matplotlib.figure import Figure
 
     nodes = len({device.process_index for device in topology.devices.ravel()})
@@ -71,20 +70,20 @@ def device_figure(topology: Topology, panels: int) -> tuple[Figure, list[Axes]]:
 
 
 def coordinate_labels(topology: Topology) -> dict[int, str]:
-    """Device id -> its place on the axes in use, a line an axis: d0, t1."""
+    """Device id -> its mesh coordinates, one line for each axis in use: d0, t1."""
     used = [i for i, axis in enumerate(AXES) if topology.sizes[axis] > 1]
     return {
-        int(device.id): "\n".join(f"{AXES[i][0]}{place[i]}" for i in used)
-        for place, device in np.ndenumerate(topology.devices)
+        int(device.id): "\n".join(f"{AXES[i][0]}{coordinates[i]}" for i in used)
+        for coordinates, device in np.ndenumerate(topology.devices)
     }
 
 
 def draw_devices(axes: Axes, topology: Topology, colours: dict[int, int], labels: dict[int, str]) -> None:
-    """A row a node, a cell a device in order of id; a gap between fast domains."""
+    """Draw a row for each node, a cell for each device in order of id, and a gap between fast domains."""
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
 
-    domain = {int(d.id): int(topology.domain[place]) for place, d in np.ndenumerate(topology.devices)}
+    domain = {int(d.id): int(topology.domain[coordinates]) for coordinates, d in np.ndenumerate(topology.devices)}
     nodes: dict[int, list[int]] = {}
     for device in sorted(topology.devices.ravel(), key=lambda d: (domain[int(d.id)], d.process_index, d.id)):
         nodes.setdefault(device.process_index, []).append(int(device.id))

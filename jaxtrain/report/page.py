@@ -1,4 +1,4 @@
-"""A report as one self-contained HTML page: memory bar, collectives, mesh over nodes, timeline of a layer."""
+"""A compiled program as one self-contained HTML page: memory bar, collectives, mesh over nodes, timeline of a layer."""
 
 from __future__ import annotations
 
@@ -11,33 +11,55 @@ import numpy as np
 from jaxtrain.program.report import GIB, ProgramReport
 from jaxtrain.program.timeline import LayerTimeline
 from jaxtrain.report.compiled import (
+    BUFFER_HEADS,
     LEGEND,
     TRAFFIC_HEADS,
+    buffer_rows,
     fit_line,
     flops_rows,
     headline,
+    note_lines,
     operation,
-    options,
     proof_lines,
     resharding_lines,
     source_lines,
+    tensor_groups,
+    time_line,
     traffic_rows,
 )
-from jaxtrain.report.tables import gib
+from jaxtrain.report.tables import format_range, gib
 
 PAGE_WIDTH = 1000
 LANES = {"matmul": "matmuls", "fast": "inside a domain", "network": "across domains"}
 LANE_COLOURS = {"matmul": "#4c72b0", "fast": "#55a868", "network": "#dd8452"}
 PALETTE = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c", "#ccb974", "#64b5cd")
+GROUP_COLOURS = (
+    "#9ecae9",
+    "#ffbf79",
+    "#8cd17d",
+    "#ff9d98",
+    "#c9b2e0",
+    "#d8b5a5",
+    "#fabfd2",
+    "#c7c7c7",
+    "#f1ce63",
+    "#86dcd3",
+)
+HATCHES = (
+    "", "M0 8 L8 0", "M0 0 L8 8", "M0 4 H8", "M4 0 V8", "M0 4 H8 M4 0 V8", "M0 8 L8 0 M0 0 L8 8",
+)  # fmt: skip
+CELL = 60
 REST, GAP, FREE = "#b0b0b0", "#d0d0d0", "#eeeeee"
 PAGE_NODES_SHOWN = 16
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1080px; margin: 2em auto; padding: 0 1em }
 h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
-table { border-collapse: collapse; font-size: 13px } td, th { padding: 3px 10px 3px 0; text-align: left }
+table { border-collapse: collapse; font-size: 13px; display: block; overflow-x: auto }
+td, th { padding: 3px 10px 3px 0; text-align: left }
 th { border-bottom: 1px solid #999 } td { border-bottom: 1px solid #e4e4e4 } td.n, th.n { text-align: right }
 .yes { color: #1a7f37 } .no { color: #b42318; font-weight: bold } .dim { color: #666; font-size: 13px }
-svg { width: 100%; height: auto } svg text { font: 12px system-ui, sans-serif; fill: #222 }
+.scroll { overflow-x: auto } svg { width: 100%; min-width: 720px; height: auto }
+svg text { font: 11px system-ui, sans-serif; fill: #222; paint-order: stroke; stroke: #fff; stroke-width: 2px }
 """
 
 
@@ -48,13 +70,9 @@ def write_page(report: ProgramReport, path: Path) -> None:
 
 def page(report: ProgramReport) -> str:
     """The page as text."""
-    buffers = [
-        [gib(one.bytes), one.shape, operation(one.op_name) or one.name, one.source] for one in report.memory.largest
-    ]
     proof = "".join(
         f'<p class="{"yes" if report.proof.holds else "no"}">{escape(line)}</p>' for line in proof_lines(report)
     )
-    notes = [*report.notes, *(f"not understood, not counted: {what} ({where})" for what, where in report.unknown)]
     timelines = (
         "".join(f"<p>{escape(_caption(line))}</p>{timeline_svg(line)}" for line in report.timelines)
         or "<p>No loop of layers in this program.</p>"
@@ -67,27 +85,19 @@ def page(report: ProgramReport) -> str:
 <p class="{fit}">{escape(fit_line(report))}</p>
 {proof}
 <h2>Memory of a device at the peak</h2>{memory_svg(report)}
-{_table(["GiB", "array", "made by", "line"], buffers, (0,))}
-<h2>FLOPs of a device, an update</h2>{_table(["", "TFLOP"], flops_rows(report), (1,))}
-<h2>Collectives of a device, an update</h2>
+{_table(BUFFER_HEADS, buffer_rows(report), (0,))}
+<h2>FLOPs of a device in a step</h2>{_table(["", "TFLOP"], flops_rows(report), (1,))}
+<h2>Collectives of a device in a step</h2>
 <p>{report.reductions.calls} gradient reductions, {gib(report.reductions.bytes)} GiB</p>
 {_table(TRAFFIC_HEADS, traffic_rows(report), (4, 5, 6, 7, 8))}
 {_list(source_lines(report))}
 <p class="dim">{escape(LEGEND)}</p>
 <h2>Mesh over nodes</h2>{mesh_svg(report)}
 <h2>One layer</h2>{timelines}
-<p class="dim">Matmuls at the card's peak, transfers at the links' published speed, in scheduled order. A picture of the
-schedule, not a forecast: what is no matmul takes no time here.</p>
-<h2>What the partitioner had to invent</h2>{_list(resharding_lines(report))}
-<h2>Compilation</h2>{
-        _list(
-            [
-                f"traced in {report.trace_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s",
-                options(report),
-                *notes,
-            ]
-        )
-    }
+<p class="dim">Matmuls at the card's peak, transfers at the links' published speed, in scheduled order. This shows the
+schedule and is no forecast: other operations than matmuls take no time here.</p>
+<h2>Resharding inserted by the partitioner</h2>{_list(resharding_lines(report))}
+<h2>Compilation</h2>{_list([time_line(report), *note_lines(report)])}
 </body></html>
 """
 
@@ -117,43 +127,67 @@ def memory_svg(report: ProgramReport) -> str:
 
 
 def mesh_svg(report: ProgramReport) -> str:
-    """Nodes as boxes of devices; colour is the tensor x expert group, text the other coordinates."""
-    axes = list(report.sizes)
-    tight = [axes.index(axis) for axis in ("tensor", "expert")]
+    """Nodes as boxes of devices, each with its tensor x expert group as number, colour and hatch, and a legend."""
+    groups, per_row = tensor_groups(report), 4
     nodes = sorted(set(report.nodes.ravel().tolist()))
-    index = {
-        node: [tuple(map(int, place)) for place in np.argwhere(report.nodes == node)]
-        for node in nodes[:PAGE_NODES_SHOWN]
-    }
-    columns = 4
-    per_row = min(4, max(len(places) for places in index.values()))
-    cell, gap, height = 46, 12, 0
-    box_width = PAGE_WIDTH / columns
-    out: list[str] = []
-    colours: dict[tuple[int, ...], str] = {}
-    box_height = 26 + cell * -(-max(len(places) for places in index.values()) // per_row) + gap
-    for i, (node, places) in enumerate(index.items()):
-        left, top = (i % columns) * box_width, (i // columns) * box_height
-        height = max(height, int(top + box_height))
-        domain = sorted({int(report.domain[place]) for place in places})
-        out.append(
-            f'<text x="{left + 4:.0f}" y="{top + 15:.0f}">node {node}, domain {", ".join(map(str, domain))}</text>'
-        )
+    members = {node: [tuple(place) for place in np.argwhere(report.nodes == node).tolist()] for node in nodes}
+    shown = {node: members[node] for node in nodes[:PAGE_NODES_SHOWN]}
+    box_height = 34 + CELL * -(-max(map(len, shown.values())) // per_row)
+    out = [_hatches()]
+    for i, (node, places) in enumerate(shown.items()):
+        left, top = (i % 4) * PAGE_WIDTH / 4, (i // 4) * box_height
+        domain = format_range(sorted({int(report.domain[place]) for place in places}))
+        out.append(f'<text x="{left + 4:.0f}" y="{top + 15:.0f}">node {node}, domain {domain}</text>')
         for j, place in enumerate(places):
-            group = tuple(n for k, n in enumerate(place) if k not in tight)
-            colour = colours.setdefault(group, PALETTE[len(colours) % len(PALETTE)])
-            x, y = left + 4 + (j % per_row) * cell, top + 22 + (j // per_row) * cell
-            told = ", ".join(
-                f"{axis} {n}" for axis, n, size in zip(axes, place, report.domain.shape, strict=True) if size > 1
-            )
-            out.append(_rect(x, y, cell - 4, cell - 4, colour, told or "the device"))
-            used = [f"{axis[0]}{n}" for axis, n, size in zip(axes, place, report.domain.shape, strict=True) if size > 1]
-            for line, text in enumerate(used[:3]):
-                out.append(f'<text x="{x + 4:.0f}" y="{y + 13 + 13 * line:.0f}" style="fill:#fff">{text}</text>')
-    hidden = len(nodes) - len(index)
-    more = f'<p class="dim">and {hidden} more nodes</p>' if hidden else ""
-    legend = '<p class="dim">One colour: one tensor x expert group.</p>'
-    return _svg(height, out) + more + legend
+            x, y = left + 4 + (j % per_row) * CELL, top + 22 + (j // per_row) * CELL
+            out.append(_device_cell(report, place, int(groups[place]), x, y))
+    height = -(-len(shown) // 4) * box_height + 24
+    title = "Legend: number of the tensor x expert group, its coordinates on the other axes, its partitions"
+    out.append(f'<text x="4" y="{height - 6}">{title}</text>')
+    listed = sorted({int(groups[place]) for places in shown.values() for place in places})
+    for i, group in enumerate(listed):
+        out.append(_legend_entry(report, groups, group, 4 + (i % 4) * PAGE_WIDTH / 4, height + 4 + (i // 4) * 20))
+    hidden = len(nodes) - len(shown)
+    more = f'<p class="dim">and {hidden} more nodes (--json has all)</p>' if hidden else ""
+    return _svg(height + 8 + -(-len(listed) // 4) * 20, out) + more
+
+
+def _device_cell(report: ProgramReport, place: tuple[int, ...], group: int, x: float, y: float) -> str:
+    coordinates = [(axis, n) for (axis, size), n in zip(report.sizes.items(), place, strict=True) if size > 1]
+    partition = int(np.ravel_multi_index(place, report.domain.shape))
+    hint = ", ".join([f"partition {partition}", f"group {group}", *(f"{axis} {n}" for axis, n in coordinates)])
+    lines = [f"g{group}", *(" ".join(f"{axis[0]}{n}" for axis, n in coordinates[k : k + 2]) for k in (0, 2, 4))]
+    texts = (f'<text x="{x + 3:.0f}" y="{y + 13 + 13 * k:.0f}">{line}</text>' for k, line in enumerate(lines) if line)
+    return _swatch(x, y, CELL - 4, group, hint) + "".join(texts)
+
+
+def _legend_entry(report: ProgramReport, groups: np.ndarray, group: int, x: float, y: float) -> str:
+    place = np.argwhere(groups == group)[0].tolist()
+    others = [
+        f"{axis[0]}{n}"
+        for (axis, size), n in zip(report.sizes.items(), place, strict=True)
+        if size > 1 and axis not in ("tensor", "expert")
+    ]
+    partitions = format_range(np.flatnonzero(groups.ravel() == group).tolist())
+    text = f"g{group} {' '.join(others)}: {partitions}"
+    return _swatch(x, y, 16, group, text) + f'<text x="{x + 22:.0f}" y="{y + 12:.0f}">{escape(text)}</text>'
+
+
+def _hatches() -> str:
+    patterns = (
+        f'<pattern id="hatch{i}" width="8" height="8" patternUnits="userSpaceOnUse">'
+        f'<path d="{path}" stroke="#222" stroke-opacity="0.45" fill="none"/></pattern>'
+        for i, path in enumerate(HATCHES)
+        if path
+    )
+    return f"<defs>{''.join(patterns)}</defs>"
+
+
+def _swatch(x: float, y: float, size: float, group: int, hint: str) -> str:
+    """A square in the colour and hatch of a group; both together differ for 70 groups."""
+    hatch = group // len(GROUP_COLOURS) % len(HATCHES)
+    square = _rect(x, y, size, size, GROUP_COLOURS[group % len(GROUP_COLOURS)], hint)
+    return square + (_rect(x, y, size, size, f"url(#hatch{hatch})", hint) if HATCHES[hatch] else "")
 
 
 def timeline_svg(line: LayerTimeline) -> str:
@@ -168,9 +202,9 @@ def timeline_svg(line: LayerTimeline) -> str:
         out.append(_rect(left, y, PAGE_WIDTH - left, height - 8, FREE, ""))
         for span in line.spans:
             if span.lane == lane:
-                told = f"{(span.end - span.begin) * 1e6:.0f} us: {span.label}"
+                hint = f"{(span.end - span.begin) * 1e6:.0f} us: {span.label}"
                 width = max((span.end - span.begin) * scale, 0.5)
-                out.append(_rect(left + span.begin * scale, y, width, height - 8, LANE_COLOURS[lane], told))
+                out.append(_rect(left + span.begin * scale, y, width, height - 8, LANE_COLOURS[lane], hint))
     y = 6 + len(LANES) * height + 10
     out.append(f'<text x="{left}" y="{y}">0</text>')
     out.append(f'<text x="{PAGE_WIDTH}" y="{y}" text-anchor="end">{total * 1e3:.2f} ms</text>')
@@ -179,17 +213,18 @@ def timeline_svg(line: LayerTimeline) -> str:
 
 def _caption(line: LayerTimeline) -> str:
     busy = line.matmul / line.total if line.total else 1.0
-    return f"{line.title}, {line.times} times an update: {line.total * 1e3:.2f} ms, matmuls {busy * 100:.0f}% of it"
+    return f"{line.title}, {line.times} times in a step: {line.total * 1e3:.2f} ms, matmuls {busy * 100:.0f}% of it"
 
 
 def _svg(height: float, parts: Iterable[str]) -> str:
     body = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PAGE_WIDTH} {height:.0f}">\n{body}\n</svg>\n'
+    box = f"0 0 {PAGE_WIDTH} {height:.0f}"
+    return f'<div class="scroll"><svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}">\n{body}\n</svg></div>\n'
 
 
-def _rect(x: float, y: float, width: float, height: float, colour: str, told: str) -> str:
+def _rect(x: float, y: float, width: float, height: float, colour: str, hint: str) -> str:
     place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
-    return f'<rect {place} fill="{colour}" stroke="#fff" stroke-width="0.5"><title>{escape(told)}</title></rect>'
+    return f'<rect {place} fill="{colour}" stroke="#fff" stroke-width="0.5"><title>{escape(hint)}</title></rect>'
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], right: tuple[int, ...]) -> str:

@@ -7,16 +7,22 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.pipeline.table import OP_KINDS, Op
+from jaxtrain.report.tables import FittedTable, format_range, print_lines
 
 if TYPE_CHECKING:
     from jaxtrain.inspect import ScheduleInspection
 
 OP_STYLES = {"F": "cyan", "B": "yellow", "W": "green"}
 OP_COLOURS = {"F": "#5b8ff9", "B": "#f6a04d", "W": "#5ad8a6"}
+BUFFER_LABELS = {
+    "input": "input",
+    "kept": "residuals",
+    "cotangent": "cotangent",
+    "stored": "residuals of weight gradients",
+}
 PLOT_WIDTH, LANE = 1200, 18
 
 
@@ -25,12 +31,12 @@ def print_schedule(plan: ScheduleInspection, console: Console) -> None:
     for table in (_stage_table(plan), _memory_table(plan)):
         console.print(table)
     for sentence in schedule_sentences(plan):
-        console.print(sentence, markup=False, highlight=False)
+        print_lines(console, sentence)
     for title, rows in (
         ("one thing at a time", _classic_rows(plan)),
         ("ticks of the executor", _tick_rows(plan)),
     ):
-        console.print(f"\n{title}:", style="bold", highlight=False)
+        print_lines(console, f"\n{title}:", style="bold")
         for line in _fold(rows, console.width):
             console.print(line, highlight=False, no_wrap=True, crop=True)
 
@@ -40,12 +46,12 @@ def schedule_sentences(plan: ScheduleInspection) -> list[str]:
     schedule, (P, v, M) = plan.schedule, plan.schedule.shape
     phases = ", ".join(f"{phase.stop - phase.start} of {phase.kinds}" for phase in schedule.phases)
     chunks = f" in {v} chunks" if v > 1 else ""
-    again = " (it computes a stage again before going back)" if plan.costs.recompute else ""
+    again = " (each backward recomputes its stage)" if plan.costs.recompute else ""
     return [
         f"{schedule.name}: {P} stages{chunks}, {M} microbatches, {schedule.ticks} ticks ({phases})",
         f"bubble: {plan.formula:.1%} by (P-1)/(vM+P-1), {schedule.bubble(plan.costs):.1%} of the executor's ticks, "
         f"{plan.classic.bubble:.1%} of stages that do one thing at a time",
-        f"time of an update: {schedule.time(plan.costs) / v:g} forwards of a stage in the executor{again}, "
+        f"time of a step: {schedule.time(plan.costs) / v:g} forwards of a stage in the executor{again}, "
         f"{plan.classic.time / v:g} of stages that do one thing at a time",
     ]
 
@@ -81,21 +87,28 @@ def schedule_svg(plan: ScheduleInspection) -> str:
     )
 
 
-def _stage_table(plan: ScheduleInspection) -> Table:
-    table = Table("stage", "layers", "nodes", "in flight: classic", "executor", title="Stages")
-    for stage, counts in enumerate(zip(plan.classic.in_flight, plan.schedule.in_flight, strict=True)):
-        runs = ", ".join(f"{run[0]}-{run[-1]}" for run in plan.layers(stage))
-        table.add_row(str(stage), runs, ", ".join(map(str, plan.nodes(stage))), *map(str, counts))
-    return table
+def _stage_table(plan: ScheduleInspection) -> FittedTable:
+    rows = [
+        [
+            str(stage),
+            ", ".join(f"{run[0]}-{run[-1]}" for run in plan.layers(stage)),
+            format_range(plan.nodes(stage)),
+            *map(str, counts),
+        ]
+        for stage, counts in enumerate(zip(plan.classic.in_flight, plan.schedule.in_flight, strict=True))
+    ]
+    return FittedTable(["stage", "layers", "nodes", "in flight: classic", "in flight: executor"], rows, "Stages")
 
 
-def _memory_table(plan: ScheduleInspection) -> Table:
-    table = Table("buffer", "slots", "bytes of a slot", "bytes a device", title="What a stage holds between ticks")
+def _memory_table(plan: ScheduleInspection) -> FittedTable:
+    rows = []
     for name, count in plan.slots.items():
         if count:
             size = plan.slot_bytes.get(name)
-            table.add_row(name, str(count), *(f"{n * size:,}" if size else "-" for n in (1, count)))
-    return table
+            rows.append([BUFFER_LABELS[name], str(count), *(f"{n * size:,}" if size else "-" for n in (1, count))])
+    return FittedTable(
+        ["buffer", "slots", "bytes of a slot", "bytes a device"], rows, "Memory of a stage between ticks"
+    )
 
 
 def _classic_rows(plan: ScheduleInspection) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -120,13 +133,13 @@ def _tick_rows(plan: ScheduleInspection) -> list[tuple[str, list[tuple[str, str]
 
 
 def _fold(rows: list[tuple[str, list[tuple[str, str]]]], width: int) -> Iterator[Text]:
-    """Lines of cells, in blocks that fit the width."""
+    """Lines of cells, in blocks that fit the width; each block repeats the names and names its first tick."""
     name = max(len(label) for label, _ in rows) + 1
     cell = max(len(text) for _, line in rows for text, _ in line) + 1
     fit = max((width - name) // cell, 1)
     for first in range(0, len(rows[0][1]), fit):
         if first:
-            yield Text("")
+            yield Text(f"\nfrom {first} on:", style="dim")
         for label, line in rows:
             out = Text(label.ljust(name))
             for text, kind in line[first : first + fit]:
@@ -139,7 +152,7 @@ def _text(x: float, y: float, text: str) -> str:
 
 
 def _box(x: float, y: float, width: float, op: Op) -> str:
-    """A piece of work; later chunks are paler, and its name is left out where there is no room."""
+    """A box for one operation; later chunks are paler, and a name that does not fit is only in the tooltip."""
     opacity = max(1 - 0.3 * op.chunk, 0.25)
     label = f"{op.microbatch}" + (f".{op.chunk}" if op.chunk else "")
     shown = _text(x + 2, y + 13, label) if width > 7 * len(label) else ""

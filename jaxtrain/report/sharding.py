@@ -6,13 +6,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Column, Table
 
 from jaxtrain.mesh.layout import PARTS, Layout
 from jaxtrain.mesh.param import show_axes, spec_axes
 from jaxtrain.mesh.rules import NO_RULE
 from jaxtrain.report.mesh import crossing_table, device_figure, draw_devices, mesh_table
-from jaxtrain.report.tables import format_bytes
+from jaxtrain.report.tables import FittedTable, Row, format_bytes, print_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 
     from jaxtrain.inspect import Difference, Inspection
 
-_ROWS = {
+TOTAL_LABELS = {
     "weights": "weights (compute dtype)",
-    "masters": "master weights (float32)",
+    "masters": "master parameters (float32)",
     "gradients": "gradients (float32, reduced)",
     "optimizer": "optimizer state",
     "total": "sum of these",
@@ -33,30 +32,32 @@ _ROWS = {
 def print_inspection(one: Inspection, console: Console) -> None:
     """Print the mesh, what crosses domains, parameters, totals and notes."""
     for table in (mesh_table(one), crossing_table(one), _parameter_table(one), _total_table([one.totals])):
-        console.print(table)
-    console.print(_reduction_line(one.layout))
+        if table.rows:
+            console.print(table)
+    print_lines(console, _reduction_line(one.layout))
     for note in (*one.notes, *one.expert_traffic):
-        console.print(f"note: {note}", markup=False)
+        print_lines(console, f"note: {note}")
 
 
 def print_difference(difference: Difference, console: Console) -> None:
-    """Print what changes between two inspections."""
+    """Print what changes between two inspections; where no layout changes, print why."""
     for key, old, new in difference.settings:
         shown = ["null" if value is None else value for value in (old, new)]
-        console.print(f"{key}: {shown[0]} -> {shown[1]}", markup=False, highlight=False)
-    table = Table(_path_column(), "of", "before", "after", "rule of each dimension", "bytes before", "bytes after")
-    for row in difference.parameters:
-        for cells in _changes(row["before"], row["after"]):
-            table.add_row(row["path"], *cells)
-    console.print(table if table.row_count else "no parameter's layout changes")
+        print_lines(console, f"{key}: {shown[0]} -> {shown[1]}")
+    table = _change_table(difference)
+    if table.rows:
+        console.print(table)
+    else:
+        print_lines(console, "no parameter's layout changes")
+        print_lines(console, "\n".join([*difference.reasons, ""]))
     console.print(_total_table([difference.before.totals, difference.after.totals]))
     crossings = [one.topology.crossings() for one in (difference.before, difference.after)]
     if crossings[0] != crossings[1]:
         console.print(crossing_table(difference.after))
-    console.print(_reduction_line(difference.after.layout))
+    print_lines(console, _reduction_line(difference.after.layout))
     for note in difference.after.notes:
         if note not in difference.before.notes:
-            console.print(f"new note: {note}", markup=False)
+            print_lines(console, f"new note: {note}")
 
 
 def plot_shards(one: Inspection, path: str) -> Figure:
@@ -75,28 +76,44 @@ def plot_shards_before_after(difference: Difference, path: str, label: str) -> F
     return figure
 
 
-def _parameter_table(one: Inspection) -> Table:
-    table = Table(
-        "parameter", "shape", "spec", "rule of each dimension", "local shape", "bytes", title="Weights a device"
-    )
+def _parameter_table(one: Inspection) -> FittedTable:
+    """For each parameter its path, spec and bytes, then one row for each dimension."""
+    rows: list[Row] = []
     for row in one.parameters:
-        shape = "\n".join(f"{name} {n}" for name, n in zip(row["names"], row["shape"], strict=True))
-        local = " x ".join(map(str, row["local_shape"]))
-        table.add_row(row["path"], shape, _show_spec(row["weights_spec"]), _why(row), local, format_bytes(row["bytes"]))
-    return table
+        rows.append(f"{row['path']} {_show_spec(row['weights_spec'])} {format_bytes(row['bytes'])}")
+        rows += [
+            [f"  {name}", str(size), str(local), rule]
+            for name, size, local, rule in zip(
+                row["names"], row["shape"], row["local_shape"], _rule_lines(row), strict=True
+            )
+        ]
+    heads = ["parameter, spec, bytes", "size", "local", "sharded over, by rule"]
+    return FittedTable(heads, rows, "Weights of a device")
 
 
-def _path_column() -> Column:
-    return Column("parameter", overflow="fold")
+def _change_table(difference: Difference) -> FittedTable:
+    """Specs and bytes that differ, and the rules of each dimension where weights do."""
+    rows: list[Row] = []
+    for row in difference.parameters:
+        changes = _changes(row["before"], row["after"])
+        if changes:
+            rows.append(row["path"])
+        for names, *cells in changes:
+            rows.append([f"  {', '.join(names)}", *cells])
+            if row["after"] and "weights" in names:
+                dims = zip(row["after"]["names"], _rule_lines(row["after"]), strict=True)
+                rows += [f"    {name}: {rule}" for name, rule in dims if rule != "-"]
+    return FittedTable(["parameter, part", "before", "after", "bytes before", "after"], rows, "Changes")
 
 
-def _total_table(totals: list[dict[str, int]]) -> Table:
+def _total_table(totals: list[dict[str, int]]) -> FittedTable:
     heads = ["bytes a device"] if len(totals) == 1 else ["before", "after"]
-    table = Table("", *heads, title=f"{totals[-1]['parameters']:,} parameters")
-    for key, label in _ROWS.items():
-        if any(one[key] for one in totals):
-            table.add_row(label, *(f"{format_bytes(one[key])} ({one[key]:,})" for one in totals))
-    return table
+    rows = [
+        [label, *(f"{format_bytes(one[key])} ({one[key]:,})" for one in totals)]
+        for key, label in TOTAL_LABELS.items()
+        if any(one[key] for one in totals)
+    ]
+    return FittedTable(["", *heads], rows, f"{totals[-1]['parameters']:,} parameters")
 
 
 def _reduction_line(layout: Layout) -> str:
@@ -104,13 +121,14 @@ def _reduction_line(layout: Layout) -> str:
     inside = [axis for axis in layout.batch_axes if axis not in layout.deferred_axes]
     parts = [f"batch over {show_axes(layout.batch_axes) if layout.batch_axes else 'one replica'} ({replicas} replicas)"]
     if layout.deferred_axes:
-        parts.append(f"gradients reduced over {show_axes(layout.deferred_axes)} once an update")
+        parts.append(f"gradients reduced over {show_axes(layout.deferred_axes)} once a step")
     if inside:
         parts.append(f"over {show_axes(inside)} in every microbatch, where weights are sharded")
     return "; ".join(parts)
 
 
-def _why(row: dict[str, Any]) -> str:
+def _rule_lines(row: dict[str, Any]) -> list[str]:
+    """For each dimension: its axes, the rule that set them, and the rules that it overrules."""
     lines = []
     for dim in row["dimensions"]:
         lost = "".join(f", over {lose['origin']} ({show_axes(lose['axes'])})" for lose in reversed(dim["losers"]))
@@ -118,23 +136,22 @@ def _why(row: dict[str, Any]) -> str:
         idle = "" if dim["axes"] or dim["note"] or not dim["asked"] else " (size 1)"
         shown = show_axes(dim["asked"] if idle else dim["axes"])
         lines.append("-" if dim["origin"] == NO_RULE else f"{shown}{idle} by {dim['origin']}{lost}{note}")
-    return "\n".join(lines)
+    return lines
 
 
-def _changes(old: dict[str, Any] | None, new: dict[str, Any] | None) -> list[tuple[str, ...]]:
-    """Cells of each differing spec of a parameter; parts that change alike share a row."""
+def _changes(old: dict[str, Any] | None, new: dict[str, Any] | None) -> list[tuple[list[str], str, str, str, str]]:
+    """(parts, spec before, after, bytes before, after) where specs differ; parts with the same change are joined."""
     parts: dict[tuple[str, str], list[str]] = {}
     for part in PARTS:
         was, now = (_show_spec(row[f"{part}_spec"]) if row else "-" for row in (old, new))
         resized = part == "weights" and (old or {}).get("bytes") != (new or {}).get("bytes")
         if was != now or resized:
             parts.setdefault((was, now), []).append(part)
-    rows = []
+    changes = []
     for specs, names in parts.items():
-        weights = "weights" in names
-        sizes = [format_bytes(row["bytes"]) if row and weights else "" for row in (old, new)]
-        rows.append((", ".join(names), *specs, _why(new) if new and weights else "", *sizes))
-    return rows
+        sizes = [format_bytes(row["bytes"]) if row and "weights" in names else "-" for row in (old, new)]
+        changes.append((names, *specs, *sizes))
+    return changes  # type: ignore[return-value]
 
 
 def _show_spec(spec: list[list[str]]) -> str:
@@ -150,5 +167,5 @@ def _draw_shards(axes: Axes, one: Inspection, path: str) -> None:
     draw_devices(axes, one.topology, {d: order[bounds] for d, bounds in shards.items()}, labels)
     names = ", ".join(param.names[i] for i in cut)
     copies = len(shards) // len(order)
-    what = f"cut along {names}" if cut else "whole everywhere"
+    what = f"sharded along {names}" if cut else "replicated on all devices"
     axes.set_title(f"{path} {param.shape}\n{what}; {len(order)} shards, {copies} copies of each", fontsize=9)

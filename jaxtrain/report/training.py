@@ -1,4 +1,4 @@
-"""What is left when a run ends: the loss curve, summary.json and the closing table."""
+"""The end of a training run: the plot of its losses and the table of its summary."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from jaxtrain.observe.files import read_metrics
+from jaxtrain.report.tables import FittedTable
 
 Point = tuple[int, float]
 
@@ -22,7 +22,7 @@ TRAIN_COLOR, EVAL_COLOR, RATE_COLOR, INK = "#2f6db5", "#d1603d", "#9aa5b1", "#33
 def draw_curve(run_dir: Path) -> Path:
     """Draw RUN/loss.png from RUN/metrics.jsonl: loss, held-out loss, learning rate on a second axis; its path.
 
-    Updates without a finite loss leave a gap.
+    Steps without a finite loss leave a gap.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -46,8 +46,8 @@ def draw_curve(run_dir: Path) -> Path:
     axes.plot(*_columns(losses), color=TRAIN_COLOR, linewidth=0.8, alpha=0.35)
     axes.plot(*_columns(smooth(losses)), color=TRAIN_COLOR, linewidth=1.8, label="training loss")
     axes.plot(*_columns(evals), color=EVAL_COLOR, linewidth=1.2, marker="o", markersize=5, label="held-out loss")
-    axes.set_xlabel("optimizer updates")
-    axes.set_ylabel("cross entropy, nats a token")
+    axes.set_xlabel("optimizer steps")
+    axes.set_ylabel("cross entropy, nats per token")
     axes.set_title(_title(run_dir, losses, evals), loc="left", color=INK, fontsize=11)
     axes.grid(True, color=RATE_COLOR, alpha=0.25, linewidth=0.6)
     handles = [line for line in (*axes.get_lines()[1:], *right.get_lines()) if len(line.get_xdata())]  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def draw_curve(run_dir: Path) -> Path:
 
 
 def eval_points(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
-    """Held-out losses by update; `eval_loss_before` of update 1 is that of update 0."""
+    """Held-out losses by step; `eval_loss_before` of step 1 is that of step 0."""
     points: list[Point] = []
     for row in rows:
         for key, shift in (("eval_loss_before", 1), ("eval_loss", 0)):
@@ -87,14 +87,8 @@ def smooth(points: Sequence[Point], share: float = 0.03) -> list[Point]:
 def print_summary(run_dir: Path, result: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the closing table and the generated sample; numbers that are absent or None are left out."""
     console = console or Console()
-    table = Table(box=box.SIMPLE_HEAD, show_header=False, title=f"{run_dir}", title_justify="left", title_style="bold")
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, show in LINES:
-        words = show(result)
-        if words is not None:
-            table.add_row(label, Text(words))
-    console.print(table)
+    rows = [(label, text) for label, show in SUMMARY_LINES if (text := show(result)) is not None]
+    console.print(FittedTable(("", ""), rows, f"{run_dir}", show_heads=False))
     if result.get("sample"):
         console.print(Panel(Text(str(result["sample"])), title="sample", title_align="left", box=box.ROUNDED))
 
@@ -128,12 +122,12 @@ def _mfu(result: Mapping[str, Any]) -> str | None:
     return f"{mfu} ({tera[0]} causal, {tera[1]} full model TFLOP/s a device)"
 
 
-LINES: tuple[tuple[str, Callable[[Mapping[str, Any]], str | None]], ...] = (
+SUMMARY_LINES: tuple[tuple[str, Callable[[Mapping[str, Any]], str | None]], ...] = (
     ("training loss", _from_to("loss_first", "loss_last")),
     ("held-out loss", _from_to("eval_loss_first", "eval_loss_last")),
     ("parameters", _pattern("parameters", "{:,}")),
-    ("updates", _pattern("updates", "{:,}")),
-    ("skipped updates", _pattern("skipped_updates", "{:,}")),
+    ("steps", _pattern("steps", "{:,}")),
+    ("skipped steps", _pattern("skipped_steps", "{:,}")),
     ("scored tokens", _pattern("tokens_total", "{:,}")),
     ("tokens/s, median", _pattern("tokens_per_s_median", "{:,.0f}")),
     ("step p50 / p90 / p99", _step_times),
@@ -141,17 +135,17 @@ LINES: tuple[tuple[str, Callable[[Mapping[str, Any]], str | None]], ...] = (
     ("MFU", _mfu),
     ("compile", _pattern("compile_s", "{:.1f} s")),
     ("wall time", _pattern("wall_s", "{:,.1f} s")),
-    ("resumed from", _pattern("resumed_from", "update {:,}")),
+    ("resumed from", _pattern("resumed_from", "step {:,}")),
     ("checkpoint", _pattern("checkpoint", "{}")),
-    ("picture", _pattern("picture", "{}")),
-    ("experts", _pattern("experts_picture", "{}")),
+    ("loss plot", _pattern("picture", "{}")),
+    ("expert plot", _pattern("experts_picture", "{}")),
 )
 
 
 def _title(run_dir: Path, losses: Sequence[Point], evals: Sequence[Point]) -> str:
     words = [Path(run_dir).resolve().name]
     if losses:
-        words.append(f"{losses[-1][0]:,} updates")
+        words.append(f"{losses[-1][0]:,} steps")
         words.append(f"training loss {losses[-1][1]:.3f}")
     if evals:
         words.append(

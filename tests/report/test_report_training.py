@@ -1,4 +1,4 @@
-"""The closing table, summary.json and the picture, read back."""
+"""The closing table, summary.json and the plot, read back."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def run_rows(n):
     return rows
 
 
-def test_the_picture_has_both_curves(tmp_path):
+def test_the_plot_has_both_curves(tmp_path):
     write_rows(tmp_path, run_rows(200))
     path = draw_curve(tmp_path)
     assert path == tmp_path / "loss.png"
@@ -48,12 +48,12 @@ def test_the_picture_has_both_curves(tmp_path):
         [{"step": 1, "loss": 2.0}],
     ],
 )
-def test_a_picture_of_little(tmp_path, rows):
+def test_a_plot_of_little(tmp_path, rows):
     write_rows(tmp_path, rows)
     assert draw_curve(tmp_path).stat().st_size > 0
 
 
-def test_evaluations_by_update():
+def test_evaluations_by_step():
     rows = [{"step": 1, "eval_loss_before": 9.0}, {"step": 5, "eval_loss": 4.0}, {"step": 6, "eval_loss": None}]
     assert eval_points(rows) == [(0, 9.0), (5, 4.0)]
 
@@ -61,14 +61,14 @@ def test_evaluations_by_update():
 def test_smoothing_keeps_lines_straight_and_gaps_open():
     line = [(i, 3.0 * i) for i in range(200)]
     np.testing.assert_allclose(smooth(line)[:-3], line[:-3], rtol=1e-12)
-    assert smooth(line)[-1][1] == pytest.approx(3 * (196 + 199) / 2), "the last update alone is noise"
+    assert smooth(line)[-1][1] == pytest.approx(3 * (196 + 199) / 2), "the last step alone is noise"
     line[100] = (100, math.nan)
     smoothed = smooth(line)
     assert math.isnan(smoothed[100][1]) and not math.isnan(smoothed[99][1])
 
 
 RESULT = {
-    "steps": 400, "parameters": 5_123_456, "tokens_total": 1_600_000, "skipped_updates": 2, "loss_first": 8.31,
+    "steps": 400, "parameters": 5_123_456, "tokens_total": 1_600_000, "skipped_steps": 2, "loss_first": 8.31,
     "loss_last": 2.5, "eval_loss_first": 8.3, "eval_loss_last": 2.75, "resumed_from": None, "compile_s": 6.25,
     "wall_s": 301.5, "checkpoint": 400, "tokens_per_s_median": 9876.5, "step_s_p50": 0.4, "step_s_p90": 0.5,
     "step_s_p99": 0.75, "data_wait_share": 0.0123, "tflops_per_device_causal": 0.25, "tflops_per_device_full": 0.26,
