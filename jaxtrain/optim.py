@@ -1,8 +1,8 @@
-"""Update rules, learning-rate schedules and the global gradient norm.
+"""Optimizers, learning-rate schedules and the global gradient norm.
 
-An update rule yields a *direction*: decoupled weight decay is in it, the learning rate is not; the step applies
-`p - learning_rate * direction`. Its state keeps the parameters' paths, so that a layout recognises a moment by
-path suffix and shape.
+An optimizer returns a *direction*: it includes decoupled weight decay, not the learning rate. The train step applies
+`p - learning_rate * direction`. Paths of its state end in the paths of parameters, so that a layout finds the parameter
+of a moment by path suffix and shape.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jaxtrain.mesh.param import STACKS, Param
 
 
 def build_optimizer(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
-    """The update rule for a tree of Param: `update(gradients, state, parameters)` gives the direction, float32.
+    """The optimizer for a tree of Param: its `update(gradients, state, parameters)` returns the float32 direction.
 
     adamw: Loshchilov & Hutter 2019 as in PyTorch (bias-corrected moments, eps outside the root).
-    lion: Chen et al. 2023. adafactor: Shazeer & Stern 2018 with factored second moments per layer, its own decay
-    exponent 0.8 and RMS clip 1, without momentum and relative steps (reads neither beta1, beta2 nor eps).
-    muon: Jordan 2024 on hidden matrices, AdamW on all else; orthogonalised directions are scaled by
-    0.2 sqrt(max(inputs, outputs)) (Liu et al. 2025), the RMS of an AdamW direction, so that one learning rate and one
-    weight decay serve both.
+    lion: Chen et al. 2023. adafactor: Shazeer & Stern 2018 with second moments factored per layer, decay exponent 0.8
+    and RMS clip 1, without momentum and relative steps (it does not use beta1, beta2 and eps).
+    muon: Jordan 2024 on hidden matrices, AdamW on all other parameters. Orthogonalised directions are scaled by
+    0.2 sqrt(max(inputs, outputs)) (Liu et al. 2025), which gives them the RMS of an AdamW direction: both parts share
+    one learning rate and one weight decay.
     """
     rule = {"adamw": _adam, "lion": _lion, "adafactor": _adafactor, "muon": _muon}[config.name]
     return optax.chain(rule(config, params), optax.add_decayed_weights(config.weight_decay, mask=decay_mask(params)))
@@ -38,35 +38,37 @@ def build_optimizer(config: OptimizerConfig, params: Any) -> optax.GradientTrans
 def decay_mask(params: Any) -> Any:
     """Tree of bool, True where weights decay: matrices, the embedding, the head and learned positions.
 
-    A matrix has an input and an output side besides its stack of layers or experts. So biases and normalisation
-    scales do not decay whatever their rank: the two dimensions of [heads, head_dim] are one side.
+    A matrix has an input and an output side besides the dims that stack layers or experts. Biases and normalisation
+    scales of any rank do not decay: [heads, head_dim] is one side.
     """
     return _map(_is_matrix, params)
 
 
 def learning_rate(
-    config: OptimizerConfig, total_steps: int, updates: jax.typing.ArrayLike, tokens: jax.typing.ArrayLike
+    config: OptimizerConfig, total_steps: int, steps: jax.typing.ArrayLike, tokens: jax.typing.ArrayLike
 ) -> jax.Array:
-    """Learning rate of the next update, a float32 scalar; may be traced.
+    """Learning rate of the next optimizer step, a float32 scalar; the counts may be traced.
 
-    `updates`: updates applied so far (a skipped one does not count), so update u of a warm-up of w has (u + 1) / w of
-    the peak and update w is the first of the fall. `tokens`: scored tokens through this update, its own included.
-    `updates_total` is the end where optimizer.total is null. Raises ConfigError where the phases exceed the end.
+    `steps`: steps applied so far, without skipped ones. Step s of a warm-up of w steps has (s + 1) / w of the peak, and
+    the decay begins at step w. `tokens`: scored tokens up to and including this step. `total_steps` is the end of the
+    schedule if optimizer.total is null. Raises ConfigError where warm-up and decay do not fit before the end.
     """
     total = schedule_end(config, total_steps)
     by_tokens = config.unit == "tokens"
-    done = jnp.asarray(tokens if by_tokens else updates, jnp.float32)
-    # floats: token counts exceed the int32 that JAX makes of Python's integers
+    done = jnp.asarray(tokens if by_tokens else steps, jnp.float32)
+    # As floats: JAX reads Python integers as int32, which token counts exceed.
     warmup, start = float(config.warmup), float(total - config.decay if config.schedule == "wsd" else config.warmup)
     rising = (done if by_tokens else done + 1.0) / max(warmup, 1.0)
-    way = jnp.clip((done - start) / max(total - start, 1.0), 0.0, 1.0)
-    fallen = {"constant": jnp.zeros_like(way), "cosine": 0.5 - 0.5 * jnp.cos(jnp.pi * way)}.get(config.schedule, way)
+    progress = jnp.clip((done - start) / max(total - start, 1.0), 0.0, 1.0)
+    fallen = {"constant": jnp.zeros_like(progress), "cosine": 0.5 - 0.5 * jnp.cos(jnp.pi * progress)}.get(
+        config.schedule, progress
+    )
     falling = 1.0 - (1.0 - config.final_ratio) * fallen
     return config.learning_rate * jnp.where(done < warmup, rising, falling)
 
 
 def schedule_end(config: OptimizerConfig, total_steps: int) -> int:
-    """Units at which the schedule ends; ConfigError where warm-up and fall do not fit before it."""
+    """Units until the end of the schedule; raises ConfigError where warm-up and decay do not fit before it."""
     total = config.total or total_steps
     phases = config.warmup + (config.decay if config.schedule == "wsd" else 0)
     if config.schedule != "constant" and phases > total:
@@ -75,19 +77,19 @@ def schedule_end(config: OptimizerConfig, total_steps: int) -> int:
             + (f" + optimizer.decay {config.decay}" if config.schedule == "wsd" else "")
             + f" exceeds the schedule's end, {total} {config.unit} "
             + ("(optimizer.total)" if config.total else "(train.steps)")
-            + ": shorten the phases or lengthen the run"
+            + ": shorten warm-up or decay, or lengthen the run"
         )
     return total
 
 
 def global_norm(tree: Any) -> jax.Array:
-    """Root of the sum of squares of every element of a tree of global arrays, float32, each counted once."""
+    """Euclidean norm of all elements of a tree of global arrays, a float32 scalar."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(tree)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 
 
 def clip_scale(norm: jax.Array, limit: float | None) -> jax.Array:
-    """Factor that brings a gradient of this norm to at most `limit`: exactly 1 within it, or where it is null."""
+    """Factor that scales a gradient of this norm to at most `limit`: exactly 1 within the limit or without one."""
     return jnp.ones_like(norm) if limit is None else jnp.where(norm > limit, limit / norm, 1.0)
 
 
@@ -100,20 +102,20 @@ def _lion(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
 
 
 def _adafactor(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
-    """Factoring and clipping must not mix layers: each size of stack is a group, mapped over its first dimension."""
-    one = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
-    stacked = optax.GradientTransformation(jax.vmap(one.init), jax.vmap(one.update))
+    """Factored and clipped per layer: stacked parameters of one stack size form a group, vmapped over the stack."""
+    single = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    stacked = optax.GradientTransformation(jax.vmap(single.init), jax.vmap(single.update))
     groups = _map(lambda p: str(p.shape[0]) if p.names and p.names[0] in STACKS else "single", params)
     names = set(jax.tree.leaves(groups))
-    return optax.partition({name: one if name == "single" else stacked for name in names}, groups)
+    return optax.partition({name: single if name == "single" else stacked for name in names}, groups)
 
 
 def _muon(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
     dims = _map(lambda p: _muon_dims(p) if _is_hidden(p) else optax.MaskedNode(), params)
     groups = _map(lambda p: "muon" if _is_hidden(p) else "adam", params)
 
-    def scale(updates: Any, _: Any = None) -> Any:
-        return jax.tree.map(lambda u, d: u * _like_adam(u.shape, d), updates, dims)
+    def scale(directions: Any, _: Any = None) -> Any:
+        return jax.tree.map(lambda u, d: u * _adam_rms_factor(u.shape, d), directions, dims)
 
     muon = optax.chain(scale_by_muon(beta=config.beta1, weight_dimension_numbers=dims), optax.stateless(scale))
     return optax.partition({"muon": muon, "adam": _adam(config, params)}, groups)
@@ -124,8 +126,8 @@ def _muon_dims(param: Param) -> MuonDimensionNumbers:
     return MuonDimensionNumbers(inputs, tuple(dim for side in outputs for dim in side))
 
 
-def _like_adam(shape: tuple[int, ...], dims: MuonDimensionNumbers) -> float:
-    """Factor from an orthogonal matrix, RMS 1/sqrt(max(inputs, outputs)), to an AdamW direction's usual RMS of 0.2."""
+def _adam_rms_factor(shape: tuple[int, ...], dims: MuonDimensionNumbers) -> float:
+    """Factor from the RMS 1/sqrt(max(inputs, outputs)) of an orthogonal matrix to 0.2, the usual RMS of AdamW."""
     extents = [math.prod(shape[dim] for dim in side) for side in dims]  # type: ignore[union-attr]
     return 0.2 * math.sqrt(max(extents))
 
@@ -139,7 +141,7 @@ def _is_matrix(param: Param) -> bool:
 
 
 def _sides(param: Param) -> list[tuple[int, ...]]:
-    """Dimensions of each side of a matrix: a head's two dimensions are one side, leading stacks are none."""
+    """Dims of each side of a parameter: [heads, head_dim] is one side; leading dims that stack modules are left out."""
     sides: list[tuple[int, ...]] = []
     names = param.names
     stacked = len(list(takewhile({*STACKS, "experts"}.__contains__, names)))

@@ -1,4 +1,4 @@
-"""Update rules against plain numpy, schedules against worked values, clipping on any mesh."""
+"""Optimizers against NumPy, schedules against worked values, clipping on any mesh."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,10 @@ from jaxtrain.optim import build_optimizer, clip_scale, decay_mask, global_norm,
 
 LAYERS, EMBED, HEADS, WIDTH, FF, VOCAB = 2, 8, 3, 2, 12, 16
 PARAMS = {
-    "embed": {"tokens": Param((VOCAB, EMBED), ("vocab", "embed")), "places": Param((5, EMBED), ("positions", "embed"))},
+    "embed": {
+        "tokens": Param((VOCAB, EMBED), ("vocab", "embed")),
+        "positions": Param((5, EMBED), ("positions", "embed")),
+    },
     "layers": {
         "q": Param((LAYERS, EMBED, HEADS, WIDTH), ("layers", "embed", "heads", "head_dim")),
         "q_b": Param((LAYERS, HEADS, WIDTH), ("layers", "heads", "head_dim")),
@@ -33,7 +36,7 @@ PARAMS = {
     "head": Param((EMBED, VOCAB), ("embed", "vocab")),
 }
 HIDDEN = {f"layers/{name}" for name in ("q", "o", "up", "experts", "router")}
-MATRICES = HIDDEN | {"embed/tokens", "embed/places", "head"}
+MATRICES = HIDDEN | {"embed/tokens", "embed/positions", "head"}
 
 
 def is_param(x):
@@ -57,9 +60,9 @@ def close(got, want, tolerance=2e-5):
 
 def descend(config, params, gradients, rate, specs=PARAMS):
     """Apply `p - rate * direction` for each gradient in turn."""
-    rule = build_optimizer(config, specs)
-    state = rule.init(params)
-    update = jax.jit(rule.update)
+    optimizer = build_optimizer(config, specs)
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
     for gradient in gradients:
         direction, state = update(gradient, state, params)
         params = jax.tree.map(lambda p, d: p - rate * d, params, direction)
@@ -116,7 +119,7 @@ def newton_schulz(g):
     return x.T if wide else x
 
 
-def test_muon_orthogonalises_each_hidden_matrix_and_leaves_the_rest_to_adamw():
+def test_muon_orthogonalises_hidden_matrices_and_uses_adamw_for_the_rest():
     c = OptimizerConfig(name="muon", beta1=0.95, beta2=0.95, weight_decay=0.3)
     params, gradients = random_tree(0), [random_tree(seed) for seed in range(1, 4)]
     got, _ = descend(c, params, gradients, 0.05)
@@ -147,15 +150,15 @@ def test_muon_orthogonalises_each_hidden_matrix_and_leaves_the_rest_to_adamw():
 def test_muon_directions_have_the_rms_of_adamw():
     """Liu et al. 2025: 0.2 sqrt(max) x orthogonal has RMS near 0.2 for any shape."""
     params = {"tall": Param((256, 32), ("embed", "mlp")), "wide": Param((32, 256), ("embed", "mlp"))}
-    rule = build_optimizer(OptimizerConfig(name="muon", weight_decay=0), params)
+    optimizer = build_optimizer(OptimizerConfig(name="muon", weight_decay=0), params)
     tree = random_tree(0, params)
-    direction, _ = rule.update(tree, rule.init(tree), tree)
+    direction, _ = optimizer.update(tree, optimizer.init(tree), tree)
     for leaf in direction.values():
         assert 0.13 < float(jnp.sqrt(jnp.mean(leaf**2))) < 0.25
 
 
 def test_adafactor_factors_each_layer_by_itself():
-    """Shazeer & Stern 2018, algorithm 4 without relative step; 130 layers would else be taken for a matrix' rows."""
+    """Shazeer & Stern 2018, algorithm 4 without relative step. Each layer is factored alone."""
     stack, rows, columns = 130, 128, 160
     params = {
         "w": Param((stack, rows, columns), ("layers", "embed", "mlp")),
@@ -185,9 +188,9 @@ def test_adafactor_factors_each_layer_by_itself():
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 def test_state_keeps_the_paths_of_parameters(name):
-    rule = build_optimizer(OptimizerConfig(name=name), PARAMS)
+    optimizer = build_optimizer(OptimizerConfig(name=name), PARAMS)
     shapes = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), PARAMS, is_leaf=is_param)
-    state = {path: leaf.shape for path, leaf in flat(jax.eval_shape(rule.init, shapes)).items()}
+    state = {path: leaf.shape for path, leaf in flat(jax.eval_shape(optimizer.init, shapes)).items()}
     for path, param in flat(PARAMS, is_leaf=is_param).items():
         assert any(key.endswith("/" + path) and shape == param.shape for key, shape in state.items()), path
 
@@ -198,11 +201,11 @@ def test_global_norm_counts_each_parameter_once_on_any_mesh():
     want = np.sqrt(sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in jax.tree.leaves(tree)))
     for spec in (P(), P("data"), P("tensor"), P(("data", "tensor")), P(None, "tensor")):
 
-        def place(leaf, spec=spec):
+        def put(leaf, spec=spec):
             fits = all(n % 8 == 0 for n in leaf.shape[: len(spec)]) and leaf.ndim >= len(spec)
             return jax.device_put(leaf, NamedSharding(mesh, spec if fits else P()))
 
-        norm = jax.jit(global_norm)(jax.tree.map(place, tree))
+        norm = jax.jit(global_norm)(jax.tree.map(put, tree))
         assert norm.dtype == jnp.float32
         assert abs(float(norm) - want) < 1e-6 * want
     halves = jax.tree.map(lambda leaf: jnp.full_like(leaf, 300, jnp.float16), tree)  # 300^2 exceeds float16's range
@@ -217,14 +220,14 @@ def test_clip_scale_brings_the_norm_to_the_limit(norm, limit):
     assert float(clip_scale(jnp.float32(norm), None)) == 1
 
 
-def rate(updates=0, tokens=0, **keys):
-    got = learning_rate(OptimizerConfig(learning_rate=2.0, **keys), 100, jnp.int32(updates), jnp.float32(tokens))
+def rate(steps=0, tokens=0, **keys):
+    got = learning_rate(OptimizerConfig(learning_rate=2.0, **keys), 100, jnp.int32(steps), jnp.float32(tokens))
     assert got.dtype == jnp.float32 and got.shape == ()
     return float(got)
 
 
 WORKED = [
-    # schedule, warmup, decay, final_ratio, [(updates, learning rate of a peak of 2)] for 100 updates
+    # schedule, warmup, decay, final_ratio, [(steps, learning rate for a peak of 2)] for 100 steps
     ("cosine", 0, 0, 0.1, [(0, 2.0), (50, 1.1), (25, 0.2 + 0.9 * (1 + 0.5**0.5)), (100, 0.2), (1000, 0.2)]),
     ("cosine", 10, 0, 0.0, [(0, 0.2), (4, 1.0), (9, 2.0), (10, 2.0), (55, 1.0), (100, 0.0)]),
     ("linear", 20, 0, 0.5, [(0, 0.1), (19, 2.0), (20, 2.0), (60, 1.5), (100, 1.0), (200, 1.0)]),
@@ -235,10 +238,10 @@ WORKED = [
 
 
 @pytest.mark.parametrize(("schedule", "warmup", "decay", "final", "values"), WORKED)
-def test_schedules_by_updates(schedule, warmup, decay, final, values):
-    for updates, want in values:
-        got = rate(updates, schedule=schedule, warmup=warmup, decay=decay, final_ratio=final)
-        assert abs(got - want) < 1e-6, (updates, got, want)
+def test_schedules_by_steps(schedule, warmup, decay, final, values):
+    for steps, want in values:
+        got = rate(steps, schedule=schedule, warmup=warmup, decay=decay, final_ratio=final)
+        assert abs(got - want) < 1e-6, (steps, got, want)
 
 
 def test_schedule_by_tokens_reads_tokens_only():
@@ -248,11 +251,11 @@ def test_schedule_by_tokens_reads_tokens_only():
     assert rate(unit="tokens", schedule="constant") == 2.0
 
 
-def test_schedule_compiles_once_for_all_updates():
+def test_schedule_compiles_once_for_all_steps():
     config = OptimizerConfig(warmup=10)
     traced = jax.jit(lambda u, t: learning_rate(config, 100, u, t))
-    for updates in (0, 5, 50):
-        np.testing.assert_allclose(traced(updates, 0.0), learning_rate(config, 100, updates, 0.0), rtol=1e-6)
+    for steps in (0, 5, 50):
+        np.testing.assert_allclose(traced(steps, 0.0), learning_rate(config, 100, steps, 0.0), rtol=1e-6)
     assert traced._cache_size() == 1
 
 
@@ -275,17 +278,17 @@ def test_schedules_rise_then_never_rise_again(schedule, warmup, decay, final):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"warmup": 101}, ["optimizer.warmup 101", "100 updates", "train.steps"]),
+        ({"warmup": 101}, ["optimizer.warmup 101", "100 steps", "train.steps"]),
         ({"warmup": 60, "decay": 50, "schedule": "wsd"}, ["optimizer.decay 50", "train.steps"]),
         ({"warmup": 60, "total": 50, "schedule": "linear"}, ["optimizer.warmup 60", "optimizer.total"]),
     ],
 )
-def test_phases_longer_than_the_run_are_an_error(keys, words):
+def test_warmup_and_decay_longer_than_the_run_are_an_error(keys, words):
     with pytest.raises(ConfigError) as error:
         rate(**keys)
     assert all(word in str(error.value) for word in words)
 
 
-def test_wsd_without_a_fall_is_an_error():
+def test_wsd_without_decay_is_an_error():
     with pytest.raises(ConfigError, match=r"optimizer.decay is 0.*constant"):
         validate({"optimizer": {"schedule": "wsd"}})

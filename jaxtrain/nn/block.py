@@ -1,4 +1,4 @@
-"""One decoder block: what kind of attention and of feed-forward layer it has is data.
+"""The decoder block: attention and a feed-forward layer, both chosen by the configuration.
 
 B batch, L length, D model.
 """
@@ -10,20 +10,21 @@ from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.constraints import constrain
-from jaxtrain.nn.layers import MLP, NOTHING, Attention, BatchTotals, Flow, Norm
+from jaxtrain.nn.layers import MLP, NO_TOTALS, Attention, BatchContext, BatchTotals, Norm
 from jaxtrain.nn.mla import LatentAttention
 from jaxtrain.nn.moe import MoE
 from jaxtrain.numerics.remat import tag
 
 Stats = dict[str, jax.Array]
-"""What layers report beside the residual stream, sums over tokens, stacked over mixture layers; empty for dense layers.
+"""What layers return beside the residual stream: sums over tokens, stacked over mixture layers.
 
-`objective`, where present, is added to the loss: it is already weighted and divided by the global batch's totals.
+Empty for dense layers. `objective`, where present, is added to the loss; it is already weighted and divided by the
+totals of the global batch.
 """
 
 
 class Block(nnx.Module):
-    """Pre-norm half-blocks: x + attention(norm(x)), then x + feed-forward(norm(x)), the latter a mixture or dense."""
+    """Pre-norm block: x + attention(norm(x)), then x + feed_forward(norm(x)), dense or a mixture of experts."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, mixture: bool) -> None:
         D, eps = config.d_model, config.norm_eps
@@ -33,23 +34,30 @@ class Block(nnx.Module):
         self.mlp = MoE(config, rngs) if mixture else MLP(config, rngs)
 
     def __call__(
-        self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None, own: BatchTotals = NOTHING
+        self,
+        x_BLD: jax.Array,
+        context: BatchContext,
+        window: jax.Array | int | None,
+        layer_totals: BatchTotals = NO_TOTALS,
     ) -> tuple[jax.Array, Stats]:
-        """[B, L, D] -> [B, L, D], and what the layer reports; `own` is added to the totals that this layer sees."""
+        """[B, L, D] -> ([B, L, D], stats); `layer_totals` are this layer's totals, added to those of `context`."""
         h_BLD = tag(normalise(self.attention_norm, x_BLD), "attention_input")
-        x_BLD = tag(_add(x_BLD, self.attention(h_BLD, flow, window)), "attention_residual")
+        x_BLD = tag(_add(x_BLD, self.attention(h_BLD, context, window)), "attention_residual")
         h_BLD = tag(normalise(self.mlp_norm, x_BLD), "mlp_input")
         if isinstance(self.mlp, MLP):
             return _add(x_BLD, self.mlp(h_BLD)), {}
-        branch_BLD, stats = self.mlp(h_BLD, flow._replace(totals={**flow.totals, **own}))
+        branch_BLD, stats = self.mlp(h_BLD, context._replace(totals={**context.totals, **layer_totals}))
         return _add(x_BLD, branch_BLD), stats
 
 
 def normalise(norm: Norm, x_BLD: jax.Array) -> jax.Array:
-    """A norm computed where the residual stream lies, then moved: else it is computed on the gathered sequence."""
+    """A norm computed in the sharding of the residual stream, then resharded for the next layer.
+
+    Without the first constraint the norm would be computed on the gathered sequence.
+    """
     return constrain(constrain(norm(x_BLD), "batch", "residual_seq", "hidden"), "batch", "seq_len", "hidden")
 
 
 def _add(x_BLD: jax.Array, branch_BLD: jax.Array) -> jax.Array:
-    """Back to the residual stream; the branch itself is constrained, so that its partial sums are scattered there."""
+    """Add a branch to the residual stream, in whose sharding the branch's partial sums are reduced."""
     return x_BLD + constrain(branch_BLD, "batch", "residual_seq", "hidden")

@@ -1,4 +1,4 @@
-"""Sampling from a model in a buffer of fixed size: one compilation, the prefix recomputed for every token."""
+"""Sampling from a model in a buffer of fixed size: compiled once; the prefix is recomputed for every token."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def sample(
 ) -> NDArray[np.int32]:
     """The prompt followed by n tokens drawn at `temperature` (0 is greedy): int32 [len(prompt_ids) + n].
 
-    Raises ConfigError for an empty prompt, and where the text would be longer than learned positions.
-    Call it outside `use_rules`: one row cannot be split over replicas.
+    Raises ConfigError for an empty prompt, or where the text would be longer than the table of learned positions.
+    Call it outside `use_rules`: a batch of one sequence cannot be sharded over replicas.
     """
     length, longest = len(prompt_ids) + n, model.config.max_seq_len
     if not len(prompt_ids):
@@ -29,7 +29,7 @@ def sample(
     if model.config.positions == "learned" and length > longest:
         raise ConfigError(
             f"train.sample_tokens {n} after a prompt of {len(prompt_ids)} tokens exceeds model.max_seq_len {longest}, "
-            "the rows of learned positions: sample fewer tokens"
+            "the number of learned positions: sample fewer tokens"
         )
     buffer = np.zeros(length, np.int32)
     buffer[: len(prompt_ids)] = prompt_ids
@@ -40,18 +40,18 @@ def sample(
 def _fill(
     model: Model, params: Tree, buffer_L: jax.Array, start: jax.Array, temperature: jax.Array, key: jax.Array
 ) -> jax.Array:
-    """Write tokens at `start` and after it; what lies behind the next token is hidden from it by causality."""
+    """Write tokens from index `start` on; the unwritten rest of the buffer is masked by causality."""
     positions_BL = jnp.arange(buffer_L.shape[0])[None]
     segments_BL = jnp.ones_like(positions_BL)
     head_DV = model.head(params)
 
-    def write(at: jax.Array, buffer_L: jax.Array) -> jax.Array:
+    def write(index: jax.Array, buffer_L: jax.Array) -> jax.Array:
         x_BLD, _ = model.hidden(params, buffer_L[None], positions_BL, segments_BL)
         logits_V = soft_cap(
-            jnp.dot(x_BLD[0, at - 1], head_DV, preferred_element_type=jnp.float32), model.config.logit_softcap
+            jnp.dot(x_BLD[0, index - 1], head_DV, preferred_element_type=jnp.float32), model.config.logit_softcap
         )
-        drawn = jax.random.categorical(jax.random.fold_in(key, at), logits_V / jnp.maximum(temperature, 1e-6))
-        token = jnp.where(temperature > 0, drawn, jnp.argmax(logits_V))
-        return buffer_L.at[at].set(token.astype(buffer_L.dtype))
+        sampled = jax.random.categorical(jax.random.fold_in(key, index), logits_V / jnp.maximum(temperature, 1e-6))
+        token = jnp.where(temperature > 0, sampled, jnp.argmax(logits_V))
+        return buffer_L.at[index].set(token.astype(buffer_L.dtype))
 
     return jax.lax.fori_loop(start, buffer_L.shape[0], write, buffer_L)

@@ -1,4 +1,4 @@
-"""Modules of a decoder block: each parameter is declared with the logical name of every dim.
+"""Modules of a decoder block. Each parameter is declared with the logical names of its dims.
 
 B batch, L length, D model, H heads, K kv heads, E head width, F feed-forward, V vocabulary.
 """
@@ -25,7 +25,7 @@ NONLINEARITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
-"""model.activation -> function of the up projection, for layers without a gate."""
+"""model.activation -> function of the up projection, for feed-forward layers without a gate."""
 
 
 def clipped_swiglu(gate: jax.Array, up: jax.Array, limit: float = 7.0, alpha: float = 1.702) -> jax.Array:
@@ -38,7 +38,7 @@ GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
     "swiglu_oss": clipped_swiglu,
 }
-"""model.activation -> function of the gate and the up projection, for layers with a gate."""
+"""model.activation -> function of the gate and the up projection, for gated feed-forward layers."""
 
 
 def gaussian(rngs: nnx.Rngs, shape: tuple[int, ...], names: Names, std: float) -> nnx.Param:
@@ -47,33 +47,33 @@ def gaussian(rngs: nnx.Rngs, shape: tuple[int, ...], names: Names, std: float) -
 
 
 def constant(value: float, shape: tuple[int, ...], names: Names) -> nnx.Param:
-    """A float32 parameter born as one number everywhere."""
+    """A float32 parameter initialised to a constant."""
     return nnx.Param(jnp.full(shape, value, jnp.float32), names=names)
 
 
 BatchTotals = Mapping[str, Any]
-"""What is known of a global batch before its first microbatch, the divisors of every mean.
+"""Totals of a global batch, counted before its first microbatch: the divisors of every mean.
 
-Leaves of `mixtures` belong to a layer each: their first dim is that of the stats, see `decoder.mixture_layers`.
+Leaves of `mixtures` are stacked over layers, in the order of `decoder.mixture_layers`.
 """
-NOTHING: BatchTotals = {}
+NO_TOTALS: BatchTotals = {}
 
 
-class Flow(NamedTuple):
-    """What every layer sees of the batch beside the residual stream."""
+class BatchContext(NamedTuple):
+    """Inputs that all layers share, beside the residual stream."""
 
     segments_BL: jax.Array
-    """Document of each token in its row, from 1; 0 is padding."""
+    """Document of each token in its sequence, from 1; 0 is padding."""
     positions_BL: jax.Array
-    """Place of each token in its document."""
+    """Position of each token in its document."""
     rotation: tuple[jax.Array, jax.Array] | None
-    """Cosines and sines [B, L, E/2] of rotary positions."""
-    totals: BatchTotals = NOTHING
-    """What is known of the global batch; nothing where no loss follows."""
+    """Cosines and sines [B, L, E/2] of rotary position embedding; None without it."""
+    totals: BatchTotals = NO_TOTALS
+    """Totals of the global batch; empty where no loss is computed."""
 
 
 class Linear(nnx.Module):
-    """An einsum with a weight, and a bias over the weight's last dims where `bias` names them."""
+    """An einsum with a weight, and a bias over the weight's last dims if `bias` gives their names."""
 
     def __init__(
         self, rngs: nnx.Rngs, equation: str, shape: tuple[int, ...], names: Names, std: float, bias: Names | None
@@ -83,7 +83,7 @@ class Linear(nnx.Module):
         self.bias = constant(0.0, shape[-len(bias) :], bias) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Contract x's last dims with the weight, as the equation says."""
+        """Contract x with the weight by the equation, and add the bias."""
         out = linear.contract(self.equation, x, self.weight[...])
         return out if self.bias is None else out + self.bias[...]
 
@@ -104,7 +104,7 @@ class Norm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions where tables are given."""
+    """Grouped-query attention, with rotary positions if the context has their tables."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         D, H, K, E, std = config.d_model, config.n_heads, config.kv_heads, config.width_of_head, config.init_std
@@ -121,19 +121,19 @@ class Attention(nnx.Module):
         )  # fmt: skip
         self.sinks = constant(0.0, (H,), ("heads",)) if config.attention_sinks else None
 
-    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None) -> jax.Array:
-        """[B, L, D] -> [B, L, D]; `window` counts visible tokens, None is all."""
-        q_BLHE = self._place(self.query(x_BLD), self.query_norm, flow.rotation, "heads")
-        k_BLKE = self._place(self.key(x_BLD), self.key_norm, flow.rotation, "kv_heads")
-        v_BLKE = self._place(self.value(x_BLD), None, None, "kv_heads")
+    def __call__(self, x_BLD: jax.Array, context: BatchContext, window: jax.Array | int | None) -> jax.Array:
+        """[B, L, D] -> [B, L, D]; `window` is the number of visible tokens, None for all."""
+        q_BLHE = self._prepare(self.query(x_BLD), self.query_norm, context.rotation, "heads")
+        k_BLKE = self._prepare(self.key(x_BLD), self.key_norm, context.rotation, "kv_heads")
+        v_BLKE = self._prepare(self.value(x_BLD), None, None, "kv_heads")
         sinks_H = None if self.sinks is None else self.sinks[...]
         out_BLHE = attention.attend(
-            q_BLHE, k_BLKE, v_BLKE, flow.segments_BL, flow.positions_BL, window, self.softcap, self.scale, sinks_H
+            q_BLHE, k_BLKE, v_BLKE, context.segments_BL, context.positions_BL, window, self.softcap, self.scale, sinks_H
         )
         return self.out(constrain(out_BLHE, "batch", "seq_len", "heads", "head_dim"))
 
     @staticmethod
-    def _place(
+    def _prepare(
         x_BLHE: jax.Array, normalise: Norm | None, rotation: tuple[jax.Array, jax.Array] | None, heads: str
     ) -> jax.Array:
         x_BLHE = constrain(x_BLHE, "batch", "seq_len", heads, "head_dim")
@@ -169,7 +169,7 @@ class MLP(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Token table, and a table of positions where they are learned."""
+    """Embedding table of tokens, and one of positions where model.positions is learned."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         D, std = config.d_model, config.init_std
@@ -184,14 +184,17 @@ class Embedding(nnx.Module):
 
 
 def lookup(table_VD: jax.Array, ids_BL: jax.Array, rows: str) -> jax.Array:
-    """Rows of a table [B, L, D]; the table may be sharded over its rows, named `rows`.
+    """Rows of a table [B, L, D]. `rows` is the logical name of the table's first dim, which may stay sharded.
 
-    Its width is gathered first where it is sharded (FSDP): left to itself the partitioner exchanges the activations,
-    which are larger, and replicates their gradient.
+    A sharded width (FSDP) is gathered first. The partitioner would otherwise reshard the activations, which are larger,
+    and replicate their gradient.
     """
     return constrain(table_VD, rows, None)[ids_BL]
 
 
 def residual_std(config: ModelConfig) -> float:
-    """Spread of projections that add to the residual stream, so that its variance does not grow with depth (GPT-2)."""
+    """Initial standard deviation of output projections, which keeps the variance of the residual stream.
+
+    Source: GPT-2 (Radford et al. 2019, section 2.3).
+    """
     return config.init_std / math.sqrt(2 * config.n_layers)

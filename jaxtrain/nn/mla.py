@@ -11,13 +11,13 @@ from flax import nnx
 
 from jaxtrain.config import ConfigError, ModelConfig
 from jaxtrain.mesh.constraints import constrain
-from jaxtrain.nn.layers import Flow, Linear, Norm, residual_std
+from jaxtrain.nn.layers import BatchContext, Linear, Norm, residual_std
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import attention, rope
 
 
 def check_latent(config: ModelConfig) -> None:
-    """Raise ConfigError where latent attention is asked for with something that it has not."""
+    """Raise ConfigError where latent attention is combined with a setting that it does not support."""
     if not config.mla.kv_rank:
         return
     refused = {
@@ -28,16 +28,16 @@ def check_latent(config: ModelConfig) -> None:
         if present:
             raise ConfigError(
                 f"model.mla.kv_rank {config.mla.kv_rank} with model.{what}: latent attention has one key and value for "
-                "each query head, no biases, no norm per head and no sinks; leave it out or set model.mla.kv_rank: 0"
+                "each query head, no biases, no norm per head and no sinks; remove it or set model.mla.kv_rank 0"
             )
     if config.mla.rope_dim % 2:
         raise ConfigError(f"model.mla.rope_dim {config.mla.rope_dim} is odd: rotary positions rotate pairs")
 
 
 class LatentAttention(nnx.Module):
-    """Keys and values of all heads from one latent vector; a rotary part of each query, shared by the heads of a key.
+    """Attention whose keys and values are projected from one latent vector a token; one rotary key serves all heads.
 
-    Queries come from a latent vector of their own where mla.q_rank is set. Scores are scaled by 1/sqrt(E + P).
+    Queries are projected from a second latent vector if mla.q_rank is set. Scores are scaled by 1/sqrt(E + P).
     """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -47,7 +47,7 @@ class LatentAttention(nnx.Module):
         self.widths = (E, P, R)
         self.scale = config.attention_scale or (E + P) ** -0.5
         self.softcap = config.attention_softcap
-        # FSDP shards the latent side of the wide projections, as it shards the model's side of all others.
+        # The latent dim of these projections is named "embed": FSDP shards it as the model dim of others.
         wide = ("embed", "heads", "head_dim")
         if mla.q_rank:
             Q = mla.q_rank
@@ -62,21 +62,21 @@ class LatentAttention(nnx.Module):
         out = ("heads", "head_dim", "embed")
         self.out = Linear(rngs, "BLHE,HED->BLD", (H, V, D), out, residual_std(config), None)
 
-    def __call__(self, x_BLD: jax.Array, flow: Flow, window: jax.Array | int | None) -> jax.Array:
-        """[B, L, D] -> [B, L, D]; `window` counts visible tokens, None is all."""
+    def __call__(self, x_BLD: jax.Array, context: BatchContext, window: jax.Array | int | None) -> jax.Array:
+        """[B, L, D] -> [B, L, D]; `window` is the number of visible tokens, None for all."""
         E, P, R = self.widths
         latent_BLR = tag(constrain(self.kv_down(x_BLD), "batch", "seq_len", None), "latent")
         kv_BLHE = _heads(self.kv_up(self.kv_latent_norm(latent_BLR[..., :R])))
         k_BLHE, v_BLHV = kv_BLHE[..., :E], kv_BLHE[..., E:]
         shared_BLHP = jnp.broadcast_to(
-            _turn(latent_BLR[:, :, None, R:], flow), (*k_BLHE.shape[:3], P)
+            _rotate(latent_BLR[:, :, None, R:], context), (*k_BLHE.shape[:3], P)
         )  # one rotary key for all heads
         q_BLHE = _heads(self._queries(x_BLD))
-        q_BLHE = jnp.concatenate([q_BLHE[..., :E], _turn(q_BLHE[..., E:], flow)], axis=-1)
+        q_BLHE = jnp.concatenate([q_BLHE[..., :E], _rotate(q_BLHE[..., E:], context)], axis=-1)
         k_BLHE = jnp.concatenate([k_BLHE, shared_BLHP], axis=-1)
         q_BLHE, k_BLHE, v_BLHV = (tag(_heads(a), "qkv") for a in (q_BLHE, k_BLHE, v_BLHV))
         out_BLHV = attention.attend(
-            q_BLHE, k_BLHE, v_BLHV, flow.segments_BL, flow.positions_BL, window, self.softcap, self.scale, None
+            q_BLHE, k_BLHE, v_BLHV, context.segments_BL, context.positions_BL, window, self.softcap, self.scale, None
         )
         return self.out(_heads(out_BLHV))
 
@@ -91,5 +91,5 @@ def _heads(x_BLHE: jax.Array) -> jax.Array:
     return constrain(x_BLHE, "batch", "seq_len", "heads", "head_dim")
 
 
-def _turn(x_BLHP: jax.Array, flow: Flow) -> jax.Array:
-    return x_BLHP if flow.rotation is None else rope.rotate(x_BLHP, *flow.rotation)
+def _rotate(x_BLHP: jax.Array, context: BatchContext) -> jax.Array:
+    return x_BLHP if context.rotation is None else rope.rotate(x_BLHP, *context.rotation)

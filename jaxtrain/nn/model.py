@@ -1,4 +1,4 @@
-"""A model as pure functions on nested dicts of arrays: what the rest of the trainer sees of the decoder."""
+"""A model as pure functions of nested dicts of arrays: the interface of the decoder to the rest of the trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxtrain.mesh.constraints import constrain
 from jaxtrain.mesh.param import DEPTHS, Param
 from jaxtrain.nn.block import Stats
 from jaxtrain.nn.decoder import Decoder, check_segments, layer_data, layer_stacks
-from jaxtrain.nn.layers import NOTHING, BatchTotals, Flow
+from jaxtrain.nn.layers import NO_TOTALS, BatchContext, BatchTotals
 from jaxtrain.nn.mla import check_latent
 from jaxtrain.nn.mtp import mtp_labels
 from jaxtrain.numerics.remat import check_remat
@@ -30,7 +30,7 @@ KEEP_ALL = RematConfig()
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A described decoder; holds no arrays. Compute dtype is the dtype of the parameters that are passed in."""
+    """A decoder without arrays: functions of its parameters, computed in the dtype of the parameters passed in."""
 
     config: ModelConfig
     graph: nnx.GraphDef[Decoder]
@@ -38,7 +38,7 @@ class Model:
     """Tree of Param: global shape and logical names of every parameter."""
 
     def init(self, key: jax.Array) -> Tree:
-        """Draw every parameter in float32; sharding changes no more than a last bit, so jit it with out_shardings."""
+        """Initialise every parameter in float32. Jit it with out_shardings; sharding changes at most the last bit."""
         return nnx.to_pure_dict(nnx.state(Decoder(self.config, nnx.Rngs(key)), nnx.Param))
 
     def hidden(
@@ -48,12 +48,12 @@ class Model:
         positions_BL: jax.Array,
         segments_BL: jax.Array,
         remat: RematConfig = KEEP_ALL,
-        totals: BatchTotals = NOTHING,
+        totals: BatchTotals = NO_TOTALS,
     ) -> tuple[jax.Array, Stats]:
-        """Token, position (in its document) and segment ids (0 is padding) -> [B, L, D] after the final norm, stats.
+        """Token, position (in the document), segment ids (0: padding) [B, L] -> (input of the head [B, L, D], stats).
 
-        `totals`: what is known of the global batch; without any, layers report no loss of their own. Raises ConfigError
-        where remat does not fit this model.
+        `totals` are those of the global batch; absent ones are counted in this microbatch. Raises ConfigError where
+        remat does not fit this model.
         """
         check_remat(remat, self.config)
         check_segments(remat, self.config)
@@ -63,20 +63,20 @@ class Model:
         self,
         params: Tree,
         x_BLD: jax.Array,
-        rows: Mapping[str, jax.Array],
+        batch: Mapping[str, jax.Array],
         remat: RematConfig,
         totals: BatchTotals,
         batch_shards: int = 1,
     ) -> tuple[jax.Array, dict[str, jax.Array], Stats]:
-        """A microbatch's share of the weighted loss of model.mtp's further tokens, its sums, and stats of its layers.
+        """Multi-token prediction of a microbatch: (its share of the weighted loss, sums, stats stacked over depths).
 
-        `x_BLD` is what `hidden` gave for the fields [B, L] of `rows`; totals["mtp_scored"] are the labels of each depth
-        in the global batch [K]. The sums of each depth: mtp_loss and mtp_scored [K]; stats are stacked over depths.
+        `x_BLD` is the output of `hidden` for the fields [B, L] of `batch`; totals["mtp_scored"] [K] is the number of
+        labels of each depth in the global batch. Sums of each depth: mtp_loss and mtp_scored [K].
         """
         config, head_DV = self.config, self.head(params)
-        fields = (rows["tokens"], rows["positions"], rows["segments"])
-        streams, stats = nnx.merge(self.graph, params).further(x_BLD, *fields, totals, remat)
-        labels_KBL = mtp_labels(rows["labels"], rows["segments"], config.mtp)
+        fields = (batch["tokens"], batch["positions"], batch["segments"])
+        streams, stats = nnx.merge(self.graph, params).mtp_streams(x_BLD, *fields, totals, remat)
+        labels_KBL = mtp_labels(batch["labels"], batch["segments"], config.mtp)
         parts = [
             cross_entropy(x_BLD, head_DV, labels_BL, config.logit_softcap, batch_shards)
             for x_BLD, labels_BL in zip(streams, labels_KBL, strict=True)
@@ -85,27 +85,31 @@ class Model:
         share = jnp.sum(loss_K * (config.mtp_weight / config.mtp / totals["mtp_scored"]))
         return share, {"mtp_loss": loss_K, "mtp_scored": scored_K}, stats
 
-    def enter(self, params: Tree, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
-        """The first part of `hidden`: token and position ids -> the residual stream before the first layer."""
-        return nnx.merge(self.graph, params).enter(tokens_BL, positions_BL)
+    def embed_tokens(self, params: Tree, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
+        """The first part of `hidden`: token and position ids [B, L] -> residual stream before the first layer."""
+        return nnx.merge(self.graph, params).embed_tokens(tokens_BL, positions_BL)
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Stack of each layer, in the model's order."""
+        """Stack of each layer, in the order of the model."""
         return layer_stacks(self.config)
 
-    def block(self, params: Tree, stack: str) -> Callable[[Tree, jax.Array, Flow, Any], tuple[jax.Array, Stats]]:
-        """One layer of a stack: (its params, x_BLD, flow, its row of the stack's `data`) -> (x_BLD, stats)."""
+    def block(
+        self, params: Tree, stack: str
+    ) -> Callable[[Tree, jax.Array, BatchContext, Any], tuple[jax.Array, Stats]]:
+        """A layer of a stack as a function: (params, x_BLD, context, its row of `data`) -> (x_BLD, stats)."""
         graph, _ = nnx.split(getattr(nnx.merge(self.graph, params), stack))
 
-        def run(layer: Tree, x_BLD: jax.Array, flow: Flow, data: tuple[jax.Array | None, Tree]) -> Any:
-            window, own = data
-            return nnx.merge(graph, layer)(x_BLD, flow, self.config.windows[0] if window is None else window, own)
+        def run(layer: Tree, x_BLD: jax.Array, context: BatchContext, data: tuple[jax.Array | None, Tree]) -> Any:
+            window, layer_totals = data
+            return nnx.merge(graph, layer)(
+                x_BLD, context, self.config.windows[0] if window is None else window, layer_totals
+            )
 
         return run
 
-    def data(self, totals: BatchTotals = NOTHING) -> dict[str, tuple[Any, Tree]]:
-        """What the layers of each stack see, each its row: their windows where they differ, their totals."""
+    def data(self, totals: BatchTotals = NO_TOTALS) -> dict[str, tuple[Any, Tree]]:
+        """For each stack (windows [layers] or None where all layers have the same, totals [layers, ...])."""
         stacks, differ = np.array(self.stacks), len(set(self.config.windows)) > 1
         own = {"layers": jax.tree.map(lambda a: a[: self.stacks.count("layers")], totals.get("mixtures", {}))}
         return {
@@ -113,30 +117,30 @@ class Model:
             for stack in dict.fromkeys(self.stacks)
         }
 
-    def flow(
-        self, params: Tree, positions_BL: jax.Array, segments_BL: jax.Array, totals: BatchTotals = NOTHING
-    ) -> Flow:
-        """What every layer sees of the batch beside the residual stream; each layer's own totals come by `data`."""
+    def context(
+        self, params: Tree, positions_BL: jax.Array, segments_BL: jax.Array, totals: BatchTotals = NO_TOTALS
+    ) -> BatchContext:
+        """Inputs that all layers share, beside the residual stream; totals of single layers are in `data`."""
         common = {name: total for name, total in totals.items() if name != "mixtures"}
-        return nnx.merge(self.graph, params).flow(positions_BL, segments_BL, common)
+        return nnx.merge(self.graph, params).context(positions_BL, segments_BL, common)
 
-    def leave(self, params: Tree, x_BLD: jax.Array) -> jax.Array:
-        """The last part of `hidden`: the residual stream after the last layer -> what the head reads."""
-        return nnx.merge(self.graph, params).leave(x_BLD)
+    def final_norm(self, params: Tree, x_BLD: jax.Array) -> jax.Array:
+        """The last part of `hidden`: residual stream after the last layer -> input of the head [B, L, D]."""
+        return nnx.merge(self.graph, params).final_norm(x_BLD)
 
     def head(self, params: Tree) -> jax.Array:
-        """The output projection [D, V]; the transposed embedding when tied."""
+        """The output projection [D, V]; the transposed embedding if it is tied."""
         return params["embed"]["tokens"].T if self.config.tied_head else params["head"]["weight"]
 
     def logits(self, params: Tree, tokens_BL: jax.Array, positions_BL: jax.Array, segments_BL: jax.Array) -> jax.Array:
-        """Float32 logits [B, L, V], soft-capped where configured; training uses ops.loss, which never keeps them."""
+        """Float32 logits [B, L, V], soft-capped where configured; training uses ops.loss, which never stores them."""
         x_BLD, _ = self.hidden(params, tokens_BL, positions_BL, segments_BL)
         x_BLD = constrain(x_BLD, "batch", "seq_len", "hidden")
         logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, self.head(params), preferred_element_type=jnp.float32)
         return soft_cap(constrain(logits_BLV, "batch", "seq_len", "vocab"), self.config.logit_softcap)
 
     def to_stack(self, stack: str, rows: jax.Array) -> jax.Array:
-        """Rows of a stack's layers in the model's order -> as the parameters hold them: the same order."""
+        """A stack's layers from the order of the model to that of its parameters; here they are the same."""
         return rows
 
     def from_stack(self, stack: str, rows: jax.Array) -> jax.Array:
@@ -149,9 +153,9 @@ class Model:
 
 
 def build(config: ModelConfig) -> Model:
-    """Describe the decoder of a config; no array is made, whatever the size.
+    """The model of a configuration; allocates no arrays.
 
-    Raises ConfigError where the order of its layers or its latent attention cannot be.
+    Raises ConfigError where the order of its layers or its latent attention is not possible.
     """
     check_latent(config)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
@@ -162,6 +166,6 @@ def build(config: ModelConfig) -> Model:
 def _describe(path: tuple[Any, ...], variable: nnx.Variable[Any]) -> Param:
     shape = variable.get_value().shape
     names = variable.get_metadata("names")
-    # Stacking the blocks put one dim before those that the module named.
+    # Stacking modules adds a dim before those that the module named.
     stack = DEPTHS if path[0].key == "mtp" else "layers"
     return Param(shape, (stack,) * (len(shape) - len(names)) + names)

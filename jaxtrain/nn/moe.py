@@ -1,6 +1,6 @@
-"""A mixture of experts in place of the feed-forward layer (Shazeer et al. 2017).
+"""A mixture of experts as the feed-forward layer (Shazeer et al. 2017).
 
-B batch, L length, D model, F feed-forward, X experts, K experts a token visits.
+B batch, L length, D model, F feed-forward, X experts, K experts per token, N devices of an expert group.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from jax import lax
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.constraints import constrain
-from jaxtrain.nn.layers import GATED, MLP, NONLINEARITIES, Flow, Names, constant, gaussian, residual_std
+from jaxtrain.nn.layers import GATED, MLP, NONLINEARITIES, BatchContext, Names, constant, gaussian, residual_std
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import dispatch, routing
 
 
 class Router(nnx.Module):
-    """Logits of experts; its parameters stay float32 whatever the run computes in (numerics/precision.py)."""
+    """Logits of the experts; its parameters stay float32 at any compute dtype (numerics/precision.py)."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         D, X = config.d_model, config.moe.experts
@@ -30,14 +30,14 @@ class Router(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """[B, L, D] -> float32 logits [B, L, X]."""
-        # Gathered where FSDP shards it: left to itself the partitioner may exchange the larger activations.
+        # A weight that FSDP shards is gathered here; the partitioner might otherwise reshard the larger activations.
         weight_DX = constrain(self.weight[...].astype(jnp.float32), None, "whole")
         logits_BLX = jnp.einsum("BLD,DX->BLX", x_BLD.astype(jnp.float32), weight_DX, precision=lax.Precision.HIGHEST)
         return logits_BLX if self.bias is None else logits_BLX + self.bias[...].astype(jnp.float32)
 
 
-class Stacked(nnx.Module):
-    """One linear map an expert: weight [X, in, out], bias [X, out] where it has names."""
+class ExpertProjection(nnx.Module):
+    """A linear map per expert: weight [X, in, out], and a bias [X, out] if `bias` gives its names."""
 
     def __init__(
         self, rngs: nnx.Rngs, shape: tuple[int, int, int], names: Names, std: float, bias: Names | None
@@ -47,12 +47,12 @@ class Stacked(nnx.Module):
 
     @property
     def map(self) -> dispatch.ExpertLinear:
-        """Its arrays."""
+        """Weight and bias, as the dispatch takes them."""
         return dispatch.ExpertLinear(self.weight[...], None if self.bias is None else self.bias[...])
 
 
 class MoE(nnx.Module):
-    """Router, routed experts, and experts that every token visits."""
+    """Router, routed experts, and shared experts, which process every token."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         moe, D = config.moe, config.d_model
@@ -61,34 +61,33 @@ class MoE(nnx.Module):
         into = ("experts", "embed", "mlp")
         self.config = config
         self.router = Router(config, rngs)
-        self.gate = Stacked(rngs, (X, D, F), into, std, wide) if config.activation in GATED else None
-        self.up = Stacked(rngs, (X, D, F), into, std, wide)
-        self.down = Stacked(rngs, (X, F, D), ("experts", "mlp", "embed"), residual_std(config), narrow)
+        self.gate = ExpertProjection(rngs, (X, D, F), into, std, wide) if config.activation in GATED else None
+        self.up = ExpertProjection(rngs, (X, D, F), into, std, wide)
+        self.down = ExpertProjection(rngs, (X, F, D), ("experts", "mlp", "embed"), residual_std(config), narrow)
         shared = config.model_copy(update={"d_ff": moe.shared * F})
         self.shared = MLP(shared, rngs) if moe.shared else None
 
-    def __call__(self, x_BLD: jax.Array, flow: Flow) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """[B, L, D] -> [B, L, D], and sums over this microbatch.
+    def __call__(self, x_BLD: jax.Array, context: BatchContext) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """[B, L, D] -> ([B, L, D], stats of this microbatch).
 
-        `flow.totals` holds `tokens` and `rows` of the global batch, and `load` [X] of this layer where the microbatch
-        is not all of it; without totals the microbatch is taken for the whole. The sums: objective (balancing losses,
-        weighted and divided by the totals), balance and router_z (the same before weighting), load [X] (choices that
-        fell on each expert), dropped, overflowed (choices), traffic [N, N] (rows sent from device to device of an
-        expert group).
+        `context.totals` holds the global batch's `tokens`, its `rows` (sequences) and, with several microbatches,
+        this layer's `load` [X]; absent totals are counted in this microbatch. Stats: objective (balancing losses,
+        weighted, divided by the totals), balance and router_z (before weighting), load [X] (assignments to each
+        expert), dropped and overflowed (assignments), traffic [N, N] (tokens sent between devices of an expert group).
         """
-        moe, real_BL, length = self.config.moe, flow.segments_BL > 0, x_BLD.shape[1]
+        moe, real_BL, length = self.config.moe, context.segments_BL > 0, x_BLD.shape[1]
         logits_BLX = tag(constrain(self.router(x_BLD), "batch", "seq_len", "whole"), "router_logits")
         correction = self.router.correction
         routed = routing.route(
             logits_BLX, real_BL, moe.top_k, moe.router, None if correction is None else correction[...],
             moe.groups, moe.top_groups, moe.scale,
         )  # fmt: skip
-        stats = self._losses(logits_BLX, routed, flow)
+        stats = self._losses(logits_BLX, routed, context)
         stats["dropped"], capacity = jnp.zeros((), jnp.int32), None
         if moe.capacity is not None:
             capacity = math.ceil(moe.capacity * moe.top_k * length / moe.experts)
             routed, stats["dropped"] = routing.apply_capacity(
-                routed, flow.segments_BL * length + flow.positions_BL, capacity
+                routed, context.segments_BL * length + context.positions_BL, capacity
             )
         y_BLD, stats["overflowed"], stats["traffic"] = dispatch.mixture(
             x_BLD, routed.chosen_BLK, routed.weights_BLK, self._experts(), self._hidden, capacity, moe.buffer
@@ -96,12 +95,12 @@ class MoE(nnx.Module):
         y_BLD = tag(y_BLD, "experts_out")
         return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD), stats
 
-    def _losses(self, logits_BLX: jax.Array, routed: routing.Routed, flow: Flow) -> dict[str, jax.Array]:
-        moe, known, real_BL = self.config.moe, flow.totals, flow.segments_BL > 0
+    def _losses(self, logits_BLX: jax.Array, routed: routing.Routed, context: BatchContext) -> dict[str, jax.Array]:
+        moe, given, real_BL = self.config.moe, context.totals, context.segments_BL > 0
         totals = routing.RoutingTotals(
-            known.get("tokens", jnp.maximum(jnp.sum(real_BL), 1)),
-            known.get("rows", jnp.maximum(jnp.sum(jnp.any(real_BL, axis=1)), 1)),
-            known.get("load"),
+            given.get("tokens", jnp.maximum(jnp.sum(real_BL), 1)),
+            given.get("rows", jnp.maximum(jnp.sum(jnp.any(real_BL, axis=1)), 1)),
+            given.get("load"),
         )
         load_X = routing.load_of(routed)
         if moe.balance == "batch":

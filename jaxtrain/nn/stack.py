@@ -1,4 +1,4 @@
-"""The layer stack: the one place that decides how stacked layers run."""
+"""Scans over stacked layers, with rematerialisation."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxtrain.config import RematConfig
 from jaxtrain.numerics.remat import checkpointed
 
 LayerFunction = Callable[[Any, jax.Array, Any], tuple[jax.Array, Any]]
-"""(params of a layer, x, data of a layer) -> (x, what the layer reports)."""
+"""(params of a layer, x, data of a layer) -> (x, stats)."""
 
 
 def run_layers(
     blocks: Sequence[LayerFunction], params: Sequence[Any], x_BLD: jax.Array, data: Sequence[Any], remat: RematConfig
 ) -> tuple[jax.Array, tuple[Any, ...]]:
-    """x through periods of layers: in each, x, report = blocks[i](params[i] of the period, x, data[i]) for each i.
+    """Scan over periods of layers; each period applies x, stats = blocks[i](params[i], x, data[i]) for each i in turn.
 
-    `params` and `data` are trees, one a block, whose leaves have the periods as first dim; reports come so too, one a
-    block. `remat.every` layers, a whole number of periods or a single layer, make one checkpointed segment.
+    `params` and `data` have one tree per block, whose leaves have the periods as first dim; so have the returned stats.
+    `remat.every` layers (a whole number of periods, or one layer) make a checkpointed segment.
     """
     slices = (tuple(params), tuple(data))
     periods, looped = jax.tree.leaves(slices)[0].shape[0], jax.tree.leaves(slices)[0].shape[0] > 1
@@ -30,8 +30,8 @@ def run_layers(
 
     def period(x_BLD: jax.Array, slices: tuple[Any, Any]) -> tuple[jax.Array, tuple[Any, ...]]:
         reports = []
-        for block, own, known in zip(blocks, *slices, strict=True):
-            x_BLD, report = block(own, x_BLD, known)
+        for block, weights, layer_data in zip(blocks, *slices, strict=True):
+            x_BLD, report = block(weights, x_BLD, layer_data)
             reports.append(report)
         return x_BLD, tuple(reports)
 

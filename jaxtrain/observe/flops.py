@@ -1,16 +1,16 @@
 """Model FLOPs and parameter counts in closed form, and the peak FLOP/s of known devices.
 
-The formula, for one position of a row of `length` positions (config alone, nothing is measured):
+The formula, for one position of a sequence of `length` positions (from the configuration, nothing is measured):
 
     forward  = 2 * matmul weights + 2 * n_heads * (key width + value width) * (keys, summed over layers)
     training = 3 * forward
 
 A multiply and an add are two FLOPs; the backward pass costs twice the forward. Matmul weights are the projections, the
-feed-forward layer and the output head; of a mixture the router, the shared experts and those top_k that a token visits.
-Blocks that predict further tokens count with a head each. The embedding lookup, norms, softmax and whatever remat
-computes again are not model FLOPs (PaLM, arXiv:2204.02311, appendix B). "full" counts `length` keys a position, as if
-nothing were masked; "causal" counts the keys a position can see on average: (length + 1) / 2, fewer in a sliding
-window. Document borders in packed rows are not subtracted.
+feed-forward layer and the output head; of a mixture the router, the shared experts and top_k routed experts. Each block
+of multi-token prediction counts with a head. The embedding lookup, norms, softmax and recomputation by remat are not
+model FLOPs (PaLM, arXiv:2204.02311, appendix B). "full" counts `length` keys per position, as without a mask. "causal"
+counts the keys that a position sees on average: (length + 1) / 2, fewer in a sliding window. Document boundaries in
+packed sequences are not subtracted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Compute = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Training FLOPs of one position, with masked scores left out (causal) and counted (full)."""
+    """Training FLOPs of one position, without masked scores (causal) and with them (full)."""
 
     causal: float
     full: float
@@ -34,7 +34,7 @@ class ModelFlops:
 
 @dataclass(frozen=True)
 class PeakFlops:
-    """Dense TFLOP/s of one device; None where it has no such arithmetic or no published figure."""
+    """Dense TFLOP/s of one device; None where it lacks this arithmetic or no figure is published."""
 
     bfloat16: float | None
     float16: float | None
@@ -44,7 +44,7 @@ class PeakFlops:
     """float32 arrays at highest precision."""
 
 
-# Makers' figures without sparsity, by whole words of jax' device_kind; of several names that fit the longest counts.
+# Vendors' figures without sparsity. A name matches whole words of jax' device_kind; the longest matching name is used.
 PEAKS: dict[str, PeakFlops] = {
     # NVIDIA V100 datasheet (SXM2)
     "V100": PeakFlops(None, 125.0, 15.7, 15.7),
@@ -69,7 +69,7 @@ PEAKS: dict[str, PeakFlops] = {
     # NVIDIA GB200 and GB300 NVL72 specifications, over 72: 360 PFLOP/s BF16 and 180 TF32 with sparsity, 5.76 FP32
     "GB200": PeakFlops(2500.0, 2500.0, 1250.0, 80.0),
     "GB300": PeakFlops(2500.0, 2500.0, 1250.0, 80.0),
-    # Google Cloud TPU documentation, system architecture pages; jax calls v5e and v6e "lite", v5p plain "v5"
+    # Google Cloud TPU documentation, system architecture pages; jax calls v5e and v6e "lite", v5p "v5"
     "TPU v4": PeakFlops(275.0, None, 275.0, None),
     "TPU v5": PeakFlops(459.0, None, 459.0, None),
     "TPU v5p": PeakFlops(459.0, None, 459.0, None),
@@ -83,29 +83,29 @@ PEAKS: dict[str, PeakFlops] = {
 def peak_flops(device_kind: str, compute: Compute, matmul_precision: str | None = None) -> float | None:
     """Dense peak FLOP/s of one device for a compute dtype; None for an unknown device, a CPU or a MIG slice.
 
-    `matmul_precision` is jax' jax_default_matmul_precision: "highest" and "float32" keep float32 matmuls in full.
+    `matmul_precision` is jax' jax_default_matmul_precision: "highest" and "float32" compute float32 matmuls in float32.
     """
     names = [name for name in PEAKS if re.search(rf"\b{re.escape(name)}\b", device_kind)]
     if not names or re.search(r"\bMIG\b", device_kind):
         return None
-    whole = matmul_precision in ("highest", "float32")
-    column = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32" if whole else "tensor32"}[compute]
+    exact = matmul_precision in ("highest", "float32")
+    column = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32" if exact else "tensor32"}[compute]
     tera = getattr(PEAKS[max(names, key=len)], column)
     return None if tera is None else tera * 1e12
 
 
 def training_flops(model: ModelConfig, length: int) -> ModelFlops:
-    """Training FLOPs of one position in rows of `length` positions, by the formula at the head of this file."""
+    """Training FLOPs of one position in sequences of `length` positions, by the formula at the top of this file."""
     matmuls = 2 * matmul_weights(model)
     score = 2 * model.n_heads * sum(_head_widths(model))
-    # Blocks of further tokens repeat the last layer.
+    # Blocks of multi-token prediction repeat the last layer.
     layers = [*range(model.n_layers), *[model.n_layers - 1] * model.mtp]
     visible = sum(visible_keys(length, model.windows[layer % len(model.windows)]) for layer in layers)
     return ModelFlops(3 * (matmuls + score * visible), 3 * (matmuls + score * length * len(layers)))
 
 
 def kernel_flops(model: ModelConfig, length: int, attention: bool, experts: bool) -> float:
-    """Those of `training_flops(...).full` that lie in kernels of attention, and of the matmuls of routed experts."""
+    """The part of `training_flops(...).full` in attention kernels, and in the matmuls of routed experts."""
     layers = model.n_layers + model.mtp
     scores = 2 * model.n_heads * sum(_head_widths(model)) * length * layers if attention else 0
     mixtures = _mixtures(model) + model.mtp if model.moe.experts and experts else 0
@@ -114,23 +114,23 @@ def kernel_flops(model: ModelConfig, length: int, attention: bool, experts: bool
 
 
 def visible_keys(length: int, window: int | None) -> float:
-    """Keys that a position of a causal row sees, itself included, averaged over `length` positions."""
-    reach = min(length, window or length)
-    return (reach * (reach + 1) / 2 + (length - reach) * reach) / length
+    """Keys that a position sees under a causal mask, itself included, averaged over `length` positions."""
+    most = min(length, window or length)
+    return (most * (most + 1) / 2 + (length - most) * most) / length
 
 
 def matmul_weights(model: ModelConfig) -> int:
-    """Weights that multiply each position: projections, feed-forward layers, active experts, the head (tied or not)."""
+    """Weights that multiply each position: projections, feed-forward layers, active experts, heads (tied or not)."""
     mixtures = _mixtures(model)
     layers = (model.n_layers + model.mtp) * _attention(model) + (model.n_layers - mixtures) * _dense(model)
-    further = model.mtp * (2 * model.d_model**2 + (_active(model) if model.moe.experts else _dense(model)))
-    return layers + mixtures * _active(model) + further + (1 + model.mtp) * model.d_model * model.vocab_size
+    mtp = model.mtp * (2 * model.d_model**2 + (_active(model) if model.moe.experts else _dense(model)))
+    return layers + mixtures * _active(model) + mtp + (1 + model.mtp) * model.d_model * model.vocab_size
 
 
 def count_parameters(model: ModelConfig, active: bool = False) -> int:
-    """Parameters in closed form; a tied head counts once. `active`: those that one token meets, of experts top_k.
+    """Number of parameters in closed form; a tied head counts once. `active`: with top_k experts of each mixture.
 
-    Active parameters leave out the blocks that predict further tokens, which only training runs.
+    Active parameters exclude the blocks of multi-token prediction, which run in training only.
     """
     mixtures, depths = _mixtures(model), 0 if active else model.mtp
     experts = model.moe.top_k if active else model.moe.experts
@@ -138,10 +138,10 @@ def count_parameters(model: ModelConfig, active: bool = False) -> int:
     attention = _attention(model) + _attention_vectors(model) + 2 * norm
     mixture = _experts(model, experts) + _mixture_vectors(model, experts)
     dense = _dense(model) + _biases(model, model.d_ff)
-    further = depths * (attention + (mixture if mixtures else dense) + 3 * norm + 2 * model.d_model**2)
+    mtp = depths * (attention + (mixture if mixtures else dense) + 3 * norm + 2 * model.d_model**2)
     tables = model.vocab_size * (1 if model.tied_head else 2) + model.max_seq_len * (model.positions == "learned")
     layers = model.n_layers * attention + mixtures * mixture + (model.n_layers - mixtures) * dense
-    return layers + further + norm + tables * model.d_model
+    return layers + mtp + norm + tables * model.d_model
 
 
 def _mixtures(model: ModelConfig) -> int:
@@ -155,7 +155,7 @@ def _head_widths(model: ModelConfig) -> tuple[int, int]:
 
 
 def _attention(model: ModelConfig) -> int:
-    """Weights of the projections."""
+    """Weights of the projections of an attention layer."""
     d, heads, mla = model.d_model, model.n_heads, model.mla
     key, value = _head_widths(model)
     if not mla.kv_rank:
@@ -166,7 +166,7 @@ def _attention(model: ModelConfig) -> int:
 
 
 def _attention_vectors(model: ModelConfig) -> int:
-    """Biases, norms per head or of latent vectors, and sinks."""
+    """Biases, norms per head or of latent vectors, and sinks of an attention layer."""
     query, key = model.n_heads * model.width_of_head, model.kv_heads * model.width_of_head
     biases = (query + 2 * key) * model.qkv_bias + model.d_model * model.out_bias
     norms = 2 * model.width_of_head * model.qk_norm
@@ -174,23 +174,23 @@ def _attention_vectors(model: ModelConfig) -> int:
     return biases + norms + latent + model.n_heads * model.attention_sinks
 
 
-def _maps(model: ModelConfig) -> int:
-    """Matrices of a feed-forward layer."""
+def _matrices(model: ModelConfig) -> int:
+    """Number of matrices of a feed-forward layer."""
     return 3 if model.activation.startswith("swiglu") else 2
 
 
 def _dense(model: ModelConfig) -> int:
-    return model.d_model * model.d_ff * _maps(model)
+    return model.d_model * model.d_ff * _matrices(model)
 
 
 def _biases(model: ModelConfig, width: int) -> int:
-    return (model.d_model + width * (_maps(model) - 1)) * model.mlp_bias
+    return (model.d_model + width * (_matrices(model) - 1)) * model.mlp_bias
 
 
 def _experts(model: ModelConfig, routed: int) -> int:
-    """Weights of a mixture of which `routed` experts are counted: router, routed and shared experts."""
+    """Weights of a mixture with `routed` of its routed experts: router, routed and shared experts."""
     moe, d = model.moe, model.d_model
-    return d * moe.experts + (routed + moe.shared) * d * (moe.d_ff or model.d_ff) * _maps(model)
+    return d * moe.experts + (routed + moe.shared) * d * (moe.d_ff or model.d_ff) * _matrices(model)
 
 
 def _active(model: ModelConfig) -> int:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.config import RematConfig
 from jaxtrain.mesh.constraints import active_mesh
-from jaxtrain.nn.layers import BatchTotals, Flow
+from jaxtrain.nn.layers import BatchContext, BatchTotals
 from jaxtrain.nn.model import KEEP_ALL, Model
 from jaxtrain.numerics.remat import residual_names, restore_residuals, save_residuals
 from jaxtrain.pipeline.buffers import DEVICE_STORE, HOST_STORE, SlotStore, read_slot, write_slot
@@ -51,7 +51,7 @@ class BackwardInputs(NamedTuple):
     """Inputs of a segment's backward pass beside cotangents, available to both halves of a split one."""
 
     state: StageState
-    flow: Flow
+    flow: BatchContext
     residuals: list[jax.Array]
     """The segment's input [B, L, D], then the values that remat.policy saves."""
 
@@ -87,8 +87,8 @@ class Chunk:
         # give infinities, and their zero cotangents NaN.
         return [x_BLD, *(jnp.where(slot >= 0, value, 0) for value in named)]
 
-    def _flow(self, positions_BL: jax.Array, segments_BL: jax.Array) -> Flow:
-        return self.model.flow(self.weights, positions_BL, segments_BL, self.totals)
+    def _flow(self, positions_BL: jax.Array, segments_BL: jax.Array) -> BatchContext:
+        return self.model.context(self.weights, positions_BL, segments_BL, self.totals)
 
     def forward(
         self, state: StageState, chunk: jax.Array, x_BLD: jax.Array, fields: TokenFields, residuals: Buffers | None,
@@ -215,7 +215,7 @@ class Chunk:
     # One segment ----------------------------------------------------------------------------------------------------
 
     def _run_layers(
-        self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: Flow
+        self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: BatchContext
     ) -> tuple[tuple[jax.Array, jax.Array], Tree]:
         """Run a segment's layers: ((x, their objective), stats by stack); an empty slot returns its input."""
         objective, reports = jnp.float32(0), []
@@ -233,7 +233,7 @@ class Chunk:
         return (x_BLD, objective), _concatenate_stats(reports)
 
     def _forward_segment(
-        self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: Flow
+        self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: BatchContext
     ) -> tuple[jax.Array, list[jax.Array], Tree]:
         """(output, residuals, stats by stack)."""
         with save_residuals(residual_names(self.remat)) as named:

@@ -214,7 +214,7 @@ class Pipeline:
     def _forward(self, carry: TickCarry, row: TickRow) -> tuple[TickCarry, jax.Array]:
         m_P, chunk_P = row["f_microbatch"], row["f_chunk"]
         batch = self._fields(row["embed_microbatch"])
-        embedded_BLD = self.chunk.model.enter(self.chunk.weights, batch["tokens"], batch["positions"])
+        embedded_BLD = self.chunk.model.embed_tokens(self.chunk.weights, batch["tokens"], batch["positions"])
         x_PBLD = _read(carry.inputs, row["f_input"])
         x_PBLD = constrain(
             jnp.where(_at_stage(0, x_PBLD) & (row["embed_microbatch"] >= 0), embedded_BLD, x_PBLD),
@@ -263,7 +263,7 @@ class Pipeline:
         batch = self._fields(m)
 
         def embed(outer: Tree) -> jax.Array:
-            return self.chunk.model.enter({**self.chunk.weights, **outer}, batch["tokens"], batch["positions"])
+            return self.chunk.model.embed_tokens({**self.chunk.weights, **outer}, batch["tokens"], batch["positions"])
 
         (outer,) = jax.vjp(embed, self.outer)[1](dx_BLD)
         carry = carry._replace(

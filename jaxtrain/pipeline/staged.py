@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxtrain.config import RematConfig
 from jaxtrain.nn.block import Stats
-from jaxtrain.nn.layers import NOTHING, BatchTotals
+from jaxtrain.nn.layers import NO_TOTALS, BatchTotals
 from jaxtrain.nn.model import KEEP_ALL, Model, Tree
 from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Batch, Pipeline, Sums
@@ -39,13 +39,13 @@ class StagedModel(Model):
         positions_BL: jax.Array,
         segments_BL: jax.Array,
         remat: RematConfig = KEEP_ALL,
-        totals: BatchTotals = NOTHING,
+        totals: BatchTotals = NO_TOTALS,
     ) -> tuple[jax.Array, Stats]:
         """`Model.hidden` for one microbatch that passes through the stages; no weight moves between devices."""
         fields = {"tokens": tokens_BL, "positions": positions_BL, "segments": segments_BL}
 
         def leave(weights: Tree, x_BLD: jax.Array, rows: Batch) -> tuple[jax.Array, Sums]:
-            return jnp.float32(0), {"hidden": self.leave(weights, x_BLD)}
+            return jnp.float32(0), {"hidden": self.final_norm(weights, x_BLD)}
 
         batch = jax.tree.map(lambda field: field[None], fields)
         pipeline = Pipeline(Chunk(self, self.stages, params, None, totals), batch)

@@ -243,7 +243,7 @@ class Step:
         with_mtp: bool = True,
     ) -> tuple[jax.Array, Tree]:
         """`_score` of the residual stream after the last layer."""
-        return self._score(weights, self.model.leave(weights, x_BLD), rows, totals, scale, with_mtp)
+        return self._score(weights, self.model.final_norm(weights, x_BLD), rows, totals, scale, with_mtp)
 
     def _score(
         self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Tree, scale: jax.Array | float, with_mtp: bool

@@ -1,4 +1,4 @@
-"""Sampling: greedy against the logits of the whole text, temperature, one compilation, refusals."""
+"""Sampling: greedy against the logits of the whole text, temperature, one compilation, errors."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ def setting():
     return model, model.init(jax.random.key(0))
 
 
-def test_greedy_is_the_argmax_of_the_whole_text(setting):
+def test_greedy_is_the_argmax_of_the_logits(setting):
     model, params = setting
     text = generate.sample(model, params, [3, 1, 4], 9, 0.0, jax.random.key(0))
     assert text.dtype == np.int32 and text[:3].tolist() == [3, 1, 4] and len({*text[3:].tolist()}) > 1

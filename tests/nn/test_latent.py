@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config import ConfigError, ModelConfig
-from jaxtrain.nn.layers import Flow, clipped_swiglu
+from jaxtrain.nn.layers import BatchContext, clipped_swiglu
 from jaxtrain.nn.mla import LatentAttention
 from jaxtrain.nn.model import build
 from jaxtrain.ops import rope
@@ -35,8 +35,8 @@ def by_hand(params, x, config, scale, window=L):
     def rms(y, s):
         return y / np.sqrt(np.mean(y * y, -1, keepdims=True) + config.norm_eps) * s["scale"]
 
-    def turned(y, place):
-        angle = place * config.rope.theta ** (-2 * np.arange(P // 2) / P)
+    def rotated(y, position):
+        angle = position * config.rope.theta ** (-2 * np.arange(P // 2) / P)
         low, high = y[: P // 2], y[P // 2 :]
         return np.concatenate([low * np.cos(angle) - high * np.sin(angle), high * np.cos(angle) + low * np.sin(angle)])
 
@@ -50,11 +50,11 @@ def by_hand(params, x, config, scale, window=L):
     out = np.zeros((L, D))
     for h in range(H):
         for i in range(L):
-            q = np.concatenate([queries[i, h, :E], turned(queries[i, h, E:], i)])
-            seen = range(max(0, i - window + 1), i + 1)
-            scores = np.array([q @ np.concatenate([kv[j, h, :E], turned(down[j, R:], j)]) for j in seen]) * scale
+            q = np.concatenate([queries[i, h, :E], rotated(queries[i, h, E:], i)])
+            visible = range(max(0, i - window + 1), i + 1)
+            scores = np.array([q @ np.concatenate([kv[j, h, :E], rotated(down[j, R:], j)]) for j in visible]) * scale
             weights = np.exp(scores - scores.max())
-            out[i] += weights / weights.sum() @ kv[list(seen), h, E:] @ p["out"]["weight"][h]
+            out[i] += weights / weights.sum() @ kv[list(visible), h, E:] @ p["out"]["weight"][h]
     return out
 
 
@@ -72,11 +72,13 @@ def test_latent_attention_is_that_of_the_paper(changes, scale):
     graph, state = nnx.split(module)
     params = nnx.to_pure_dict(state)
     x = jax.random.normal(jax.random.key(1), (1, L, D))
-    places = np.arange(L)[None]
+    positions = np.arange(L)[None]
 
     def run(params, window):
-        flow = Flow(jnp.ones_like(places), places, rope.tables(places, *rope.scaled(config.mla.rope_dim, config.rope)))
-        return nnx.merge(graph, params)(x, flow, window)
+        context = BatchContext(
+            jnp.ones_like(positions), positions, rope.tables(positions, *rope.scaled(config.mla.rope_dim, config.rope))
+        )
+        return nnx.merge(graph, params)(x, context, window)
 
     for window in (L, 3):
         got = jax.jit(run)(params, window)[0]
@@ -101,7 +103,7 @@ def test_names_and_shapes_of_latent_attention():
     "changes",
     [{"n_kv_heads": 1}, {"qkv_bias": True}, {"qk_norm": True}, {"attention_sinks": True}, {"mla": {"rope_dim": 3}}],
 )
-def test_what_latent_attention_has_not_is_refused(changes):
+def test_settings_that_latent_attention_lacks_are_errors(changes):
     with pytest.raises(ConfigError, match=r"model\.(mla|n_kv)"):
         build(config_of(**changes))
 
@@ -117,9 +119,11 @@ def test_sinks_join_the_softmax_and_add_nothing(K, G, seed, window):
     got = jax.jit(attend, static_argnums=(5, 6, 7))(q, k, v, segments, positions, window, None, 0.3, sinks)
     want = np.zeros((2, 5, K * G, 3))
     for b, i, h in np.ndindex(2, 5, K * G):
-        seen = [j for j in range(max(0, i - (window or 5) + 1), i + 1) if segments[b, j] == segments[b, i] > 0]
-        powers = np.exp(0.3 * np.asarray(k, np.float64)[b, seen, h // G] @ np.asarray(q, np.float64)[b, i, h])
-        want[b, i, h] = powers @ np.asarray(v, np.float64)[b, seen, h // G] / (powers.sum() + np.exp(float(sinks[h])))
+        visible = [j for j in range(max(0, i - (window or 5) + 1), i + 1) if segments[b, j] == segments[b, i] > 0]
+        powers = np.exp(0.3 * np.asarray(k, np.float64)[b, visible, h // G] @ np.asarray(q, np.float64)[b, i, h])
+        want[b, i, h] = (
+            powers @ np.asarray(v, np.float64)[b, visible, h // G] / (powers.sum() + np.exp(float(sinks[h])))
+        )
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-6)
 
 
@@ -139,7 +143,7 @@ def test_a_sink_learns():
     [
         (0.0, 3.0, 0.0),
         (1.0, 2.0, 3.0 / (1 + np.exp(-1.702))),
-        (9.0, 0.0, 7.0 / (1 + np.exp(-1.702 * 7))),  # a gate is clipped from above
+        (9.0, 0.0, 7.0 / (1 + np.exp(-1.702 * 7))),  # the gate is clipped from above
         (-9.0, 0.0, -9.0 / (1 + np.exp(1.702 * 9))),  # and not from below
         (1.0, 20.0, 8.0 / (1 + np.exp(-1.702))),
         (1.0, -20.0, -6.0 / (1 + np.exp(-1.702))),

@@ -1,4 +1,4 @@
-"""The model as a whole: published sizes, births, packing, layer patterns, and the same values on any mesh."""
+"""The model as a whole: published sizes, initialisation, packing, layer patterns, equal values on any mesh."""
 
 import math
 from pathlib import Path
@@ -28,7 +28,7 @@ PUBLISHED = {
     "mixtral_8x7b": 46_702_792_704,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen3_235b_a22b": 235_093_634_560,
-    # The released main model, and the block that predicts a further token: 11.6 billion (printed as 11.5) without the
+    # The released main model, and its block of multi-token prediction: 11.6 billion (printed as 11.5) without the
     # embedding and head that it shares.
     "deepseek_v3": 671_026_419_200 + 11_610_068_224,
     "gpt_oss_20b": 20_914_757_184,
@@ -83,7 +83,7 @@ def test_names_are_those_of_the_rules():
     assert params["head"]["weight"].names == ("embed", "vocab")
 
 
-def test_birth():
+def test_initialisation():
     model = build(variant(d_model=64, vocab_size=512, mlp_bias=True))
     params = jax.jit(model.init)(jax.random.key(0))
     shapes = jax.tree.map(
@@ -109,11 +109,11 @@ def test_tied_head_is_the_transposed_embedding():
 
 
 @pytest.mark.parametrize("positions", ["rope", "learned", "none"])
-def test_a_packed_row_equals_its_documents_alone(positions):
+def test_a_packed_sequence_equals_its_documents_alone(positions):
     model = build(variant(positions=positions, activation="relu2", logit_softcap=5.0, attention_softcap=3.0))
     params = model.init(jax.random.key(0))
-    tokens, places, segments = batch(B=1)
-    packed = model.logits(params, tokens, places, segments)
+    tokens, positions_BL, segments = batch(B=1)
+    packed = model.logits(params, tokens, positions_BL, segments)
     for span in (slice(0, 4), slice(4, 12)):
         ids = tokens[:, span]
         alone = model.logits(params, ids, np.arange(ids.shape[1])[None], np.ones_like(ids))
@@ -126,13 +126,13 @@ def test_window_pattern_repeats_over_layers(windows, reach):
     model = build(variant(windows=windows, init_std=0.2))
     params = model.init(jax.random.key(0))
     tokens, last = batch(B=1)[0], 15
-    places = (np.arange(16)[None], np.ones((1, 16), np.int32))
+    ids = (np.arange(16)[None], np.ones((1, 16), np.int32))
     hidden = jax.jit(model.hidden)
-    before = hidden(params, tokens, *places)[0][0, last]
+    before = hidden(params, tokens, *ids)[0][0, last]
     for distance in range(16):
         changed = tokens.copy()
         changed[0, last - distance] ^= 1
-        moved = np.abs(hidden(params, changed, *places)[0][0, last] - before).max()
+        moved = np.abs(hidden(params, changed, *ids)[0][0, last] - before).max()
         assert (moved > 0) == (distance <= reach), (distance, moved)
 
 
@@ -166,7 +166,7 @@ def _loss(model):
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_same_birth_loss_and_gradient_on_any_mesh(single, name):
+def test_equal_parameters_loss_and_gradient_on_any_mesh(single, name):
     model, params, expected = single
     wanted, preset = MESHES[name]
     sizes = {axis: wanted.get(axis, 1) for axis in AXES}
@@ -175,15 +175,15 @@ def test_same_birth_loss_and_gradient_on_any_mesh(single, name):
         resolve_rules(RulesConfig(preset=preset)),
     )
     specs = jax.tree.map(lambda p: NamedSharding(mesh, spec_for(p, rules, sizes).spec), model.params)
-    born = jax.jit(model.init, out_shardings=specs)(jax.random.key(0))
+    initial = jax.jit(model.init, out_shardings=specs)(jax.random.key(0))
     # The same random bits; erfinv may round the last bit otherwise where a shard's loop ends.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), born, params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), initial, params)
 
     def step(params):
         with use_rules(rules, mesh):
             return jax.value_and_grad(_loss(model))(params)
 
-    loss, gradient = jax.jit(step, out_shardings=(None, specs))(born)
+    loss, gradient = jax.jit(step, out_shardings=(None, specs))(initial)
     np.testing.assert_allclose(loss, expected[0], rtol=2e-6)
     for a, b in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected[1]), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * np.abs(b).max())

@@ -1,4 +1,4 @@
-"""Stacks of several kinds of layers: their order, their parts in the residual stream, windows, segments of remat."""
+"""Stacks of several kinds of layers: order, residual stream, windows, segments of remat."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxtrain.config import ConfigError, ModelConfig, RematConfig
 from jaxtrain.nn.block import Block
 from jaxtrain.nn.decoder import layer_runs, layers_of, mixture_layers
-from jaxtrain.nn.layers import Flow
+from jaxtrain.nn.layers import BatchContext
 from jaxtrain.nn.model import build
 from jaxtrain.ops import rope
 from jaxtrain.ops.norm import rms_norm
@@ -30,7 +30,7 @@ def config_of(**changes):
     return ModelConfig.model_validate({**TINY, "moe": moe, **changes})
 
 
-def rows(seed=0, B=2, L=10):
+def batch(seed=0, B=2, L=10):
     tokens = np.random.default_rng(seed).integers(0, 32, (B, L)).astype(np.int32)
     segments = np.broadcast_to(np.array([1] * 6 + [2] * 3 + [0], np.int32), (B, L))
     positions = np.broadcast_to(np.array([*range(6), *range(3), 0], np.int32), (B, L))
@@ -52,7 +52,7 @@ def test_order_is_that_of_the_settings(first, every, periods):
         assert [row for name, row in order if name == stack] == list(range(layers_of(config, stack)))
 
 
-def test_a_dense_model_is_one_stack_of_the_old_name():
+def test_a_dense_model_is_one_stack():
     params = build(ModelConfig.model_validate(TINY)).params
     assert {"layers", "embed", "norm", "head"} == {*params}
     assert params["layers"]["mlp"]["up"]["weight"].shape == (6, 16, 24)
@@ -67,22 +67,22 @@ def test_the_last_layer_is_a_mixture():
 
 @pytest.mark.parametrize("moe", [{"first_dense": 2, "every": 2}])
 def test_layers_run_in_their_order(moe):
-    """The stream equals blocks applied one by one, each taken from its stack by hand, with the window of its place."""
+    """The stream equals blocks applied one by one, each with its row of its stack and its window."""
     config = config_of(windows=[3, None, 2, 1], moe=moe)
     model = build(config)
     params = jax.jit(model.init)(jax.random.key(0))
-    tokens, positions, segments = rows()
+    tokens, positions, segments = batch()
     first, every = config.moe.first_dense, config.moe.every
     mixtures = [i >= first and (i - first) % every == every - 1 for i in range(6)]
     graphs = {mixture: nnx.split(Block(config, nnx.Rngs(0), mixture))[0] for mixture in (False, True)}
 
     def by_hand(params):
-        flow = Flow(segments, positions, rope.tables(positions, rope.frequencies(8, 10_000.0)))
+        context = BatchContext(segments, positions, rope.tables(positions, rope.frequencies(8, 10_000.0)))
         taken, loads = {False: 0, True: 0}, []
         x = params["embed"]["tokens"][tokens]
         for i, mixture in enumerate(mixtures):
             layer = jax.tree.map(lambda a, row=taken[mixture]: a[row], params["layers" if mixture else "dense_layers"])
-            x, report = nnx.merge(graphs[mixture], layer)(x, flow, [3, None, 2, 1][i % 4], {})
+            x, report = nnx.merge(graphs[mixture], layer)(x, context, [3, None, 2, 1][i % 4], {})
             taken[mixture] += 1
             loads += [report["load"]] if mixture else []
             assert bool(report) == mixture
@@ -108,7 +108,7 @@ def test_remat_changes_no_gradient(moe, remat):
     params = jax.jit(model.init)(jax.random.key(0))
 
     def loss(params, remat):
-        x, stats = model.hidden(params, *rows(), remat)
+        x, stats = model.hidden(params, *batch(), remat)
         return jnp.sum(jnp.cos(x)) + jnp.sum(stats["objective"])
 
     grad = jax.value_and_grad(loss)
@@ -120,7 +120,7 @@ def test_remat_changes_no_gradient(moe, remat):
 
 
 @pytest.mark.parametrize(("moe", "every"), [({"every": 2}, 3), ({"first_dense": 2}, 3), ({"first_dense": 1}, 2)])
-def test_a_segment_is_whole_layers_of_one_run(moe, every):
+def test_remat_segments_divide_runs(moe, every):
     model = build(config_of(moe=moe))
     with pytest.raises(ConfigError, match=rf"remat\.every {every}.*use remat\.every 1"):
-        model.hidden(model.params, *rows(), RematConfig(policy="full", every=every))
+        model.hidden(model.params, *batch(), RematConfig(policy="full", every=every))

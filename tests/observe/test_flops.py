@@ -44,7 +44,7 @@ def test_counts_are_the_published_ones(model, published):
 @pytest.mark.parametrize(
     ("name", "total", "active", "digits", "embedding"),
     [
-        # Billions as their makers print them. OpenAI and DeepSeek leave the embedding out of the active ones.
+        # Billions as published. OpenAI and DeepSeek exclude the embedding from active parameters.
         ("mixtral_8x7b", 46.7, 12.9, 1, True),
         ("qwen3_30b_a3b", 30.5, 3.3, 1, True),
         ("qwen3_235b_a22b", 235, 22, 0, True),
@@ -57,13 +57,13 @@ def test_published_sizes_of_mixtures(name, total, active, digits, embedding):
     model = load_config(f"models/{name}").model
     main = model.model_copy(update={"mtp": 0})
     assert round(count_parameters(main) / 1e9, digits) == total
-    met = count_parameters(model, active=True) - (0 if embedding else model.vocab_size * model.d_model)
+    counted = count_parameters(model, active=True) - (0 if embedding else model.vocab_size * model.d_model)
     # Qwen prints 3.35 as 3.3: within a unit of the last digit.
-    assert abs(met / 1e9 - active) < 10.0**-digits
+    assert abs(counted / 1e9 - active) < 10.0**-digits
 
 
 def test_deepseek_counts_by_hand():
-    """Every matrix of DeepSeek-V3 (section 4.2) written out: projections, experts met, two heads."""
+    """Every matrix of DeepSeek-V3 (section 4.2): projections, active experts, two heads."""
     model = load_config("models/deepseek_v3").model
     attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
     mixture = 7168 * 256 + 9 * 3 * 7168 * 2048
@@ -76,8 +76,8 @@ def test_deepseek_counts_by_hand():
 def test_windows_of_gpt_oss_alternate():
     model = load_config("models/gpt_oss_20b").model
     score = 3 * 4 * 64 * 64
-    seen = 12 * (visible_keys(8192, 128) + visible_keys(8192, None))
-    assert training_flops(model, 8192).causal == pytest.approx(6 * matmul_weights(model) + score * seen, rel=1e-12)
+    visible = 12 * (visible_keys(8192, 128) + visible_keys(8192, None))
+    assert training_flops(model, 8192).causal == pytest.approx(6 * matmul_weights(model) + score * visible, rel=1e-12)
 
 
 @settings(max_examples=15, deadline=None)
@@ -92,8 +92,8 @@ def test_windows_of_gpt_oss_alternate():
 def test_closed_form_counts_the_built_mixture(experts, order, mla, flags, mtp, activation):
     from jaxtrain.nn.model import build
 
-    plain = ("qkv_bias", "out_bias", "qk_norm", "attention_sinks")
-    options = {} if mla else dict(zip(plain, flags, strict=False))
+    names = ("qkv_bias", "out_bias", "qk_norm", "attention_sinks")
+    options = {} if mla else dict(zip(names, flags, strict=False))
     X, k, F, shared = experts
     moe = {"experts": X, "top_k": k, "d_ff": F, "shared": shared, "first_dense": order[0], "every": order[1]}
     model = ModelConfig.model_validate({
@@ -103,13 +103,13 @@ def test_closed_form_counts_the_built_mixture(experts, order, mla, flags, mtp, a
     })  # fmt: skip
     built = build(model)
     assert count_parameters(model) == built.count()
-    # Of X experts a token meets k, and no block of further tokens.
-    met = sum(
+    # k of X experts, without the blocks of multi-token prediction.
+    active = sum(
         p.size * k // X if "experts" in p.names else p.size
         for path, p in jax.tree.leaves_with_path(built.params, is_leaf=lambda leaf: hasattr(leaf, "names"))
         if "mtp" not in jax.tree_util.keystr(path)
     )
-    assert count_parameters(model, active=True) == met
+    assert count_parameters(model, active=True) == active
 
 
 @settings(max_examples=25, deadline=None)
@@ -144,28 +144,28 @@ def test_full_is_six_weights_and_twelve_layers_width_length():
     assert flops.causal == 6 * matmul_weights(LLAMA3_8B) + 12 * 32 * 4096 * 8193 / 2
 
 
-def test_what_kernels_hold_is_scores_and_routed_experts():
+def test_kernels_contain_scores_and_routed_experts():
     model = load_config("models/deepseek_v3").model
     scores, routed = 3 * 2 * 128 * (192 + 128) * 62 * 4096, 6 * 59 * 8 * 3 * 7168 * 2048
-    held = [kernel_flops(model, 4096, *kernels) for kernels in ((False, False), (True, False), (False, True))]
-    assert held == [0, scores, routed]
+    counts = [kernel_flops(model, 4096, *kernels) for kernels in ((False, False), (True, False), (False, True))]
+    assert counts == [0, scores, routed]
     assert kernel_flops(LLAMA3_8B, 8192, True, True) == 12 * 32 * 4096 * 8192
 
 
 @given(length=st.integers(1, 60), window=st.one_of(st.none(), st.integers(1, 70)))
 def test_visible_keys_equal_counting_the_mask(length, window):
-    seen = sum(1 for q in range(length) for k in range(length) if k <= q and (window is None or q - k < window))
-    assert visible_keys(length, window) == pytest.approx(seen / length, rel=1e-12)
+    visible = sum(1 for q in range(length) for k in range(length) if k <= q and (window is None or q - k < window))
+    assert visible_keys(length, window) == pytest.approx(visible / length, rel=1e-12)
 
 
 def test_window_pattern_repeats_over_layers():
     model = ModelConfig(n_layers=5, windows=[4, None])
-    plain = training_flops(ModelConfig(n_layers=5), 64)
+    full = training_flops(ModelConfig(n_layers=5), 64)
     score = 3 * 4 * model.n_heads * model.width_of_head
     # Layers 0, 2, 4 see 4 keys at most: 3.90625 of 64 on average.
-    expected = plain.causal - 3 * score * (32.5 - 3.90625)
+    expected = full.causal - 3 * score * (32.5 - 3.90625)
     assert training_flops(model, 64).causal == pytest.approx(expected, rel=1e-12)
-    assert training_flops(model, 64).full == plain.full
+    assert training_flops(model, 64).full == full.full
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_float32_peak_follows_the_matmul_precision():
 
 
 def test_tensor_cores_halve_with_the_width():
-    # Makers' tables agree: TF32 is half of BF16 (to the digits they print) wherever the chip has both.
+    # In vendors' tables TF32 is half of BF16, to the digits they print, where a chip has both.
     for name, peak in PEAKS.items():
         if peak.bfloat16 and not name.startswith("TPU"):
             assert peak.tensor32 == pytest.approx(peak.bfloat16 / 2, rel=0.02), name

@@ -37,9 +37,9 @@ def backward_of(model: dict[str, Any]) -> tuple[Callable[[Any, Any], tuple[Any, 
 
     def backward(inputs: Any, dy_BLD: jax.Array) -> tuple[Any, Any]:
         weights, x_BLD, positions_BL, segments_BL = inputs
-        flow = described.flow(params, positions_BL, segments_BL)
+        context = described.context(params, positions_BL, segments_BL)
         block = described.block(params, "layers")
-        _, pull = jax.vjp(lambda weights, x_BLD: block(weights, x_BLD, flow, data)[0], weights, x_BLD)
+        _, pull = jax.vjp(lambda weights, x_BLD: block(weights, x_BLD, context, data)[0], weights, x_BLD)
         of_weights, of_input = pull(dy_BLD)
         return of_input, of_weights
 

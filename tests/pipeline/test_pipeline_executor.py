@@ -34,10 +34,10 @@ class Reporting(Model):
     def block(self, params: Any, stack: str) -> Callable[..., Any]:
         block_without_report = super().block(params, stack)
 
-        def block(layer: Any, x_BLD: jax.Array, flow: Any, data: Any) -> Any:
-            y_BLD, _ = block_without_report(layer, x_BLD, flow, data)
+        def block(layer: Any, x_BLD: jax.Array, context: Any, data: Any) -> Any:
+            y_BLD, _ = block_without_report(layer, x_BLD, context, data)
             objective = 0.1 * jnp.mean(jnp.tanh(x_BLD @ layer["mlp"]["up"]["weight"]) ** 2)
-            tokens = jnp.sum(flow.segments_BL > 0, dtype=jnp.int32) * jnp.arange(1, 3)
+            tokens = jnp.sum(context.segments_BL > 0, dtype=jnp.int32) * jnp.arange(1, 3)
             return y_BLD, {"objective": objective, "tokens": tokens}
 
         return block
@@ -57,7 +57,7 @@ def batch() -> dict[str, jax.Array]:
 
 
 def head(weights: Any, x_BLD: jax.Array, fields: dict[str, jax.Array]) -> Any:
-    loss, scored = cross_entropy(MODEL.leave(weights, x_BLD), MODEL.head(weights), fields["labels"])
+    loss, scored = cross_entropy(MODEL.final_norm(weights, x_BLD), MODEL.head(weights), fields["labels"])
     return COTANGENT * loss, {"loss": loss, "scored": scored}
 
 
@@ -66,13 +66,13 @@ def sequential_objective(params: Any) -> tuple[jax.Array, Any]:
     data, total, found = jax.tree.map(jnp.asarray, MODEL.data()["layers"]), jnp.float32(0), []
     for m in range(MICROBATCHES):
         fields = {name: field[m] for name, field in batch().items()}
-        x_BLD = MODEL.enter(params, fields["tokens"], fields["positions"])
-        flow = MODEL.flow(params, fields["positions"], fields["segments"])
+        x_BLD = MODEL.embed_tokens(params, fields["tokens"], fields["positions"])
+        context = MODEL.context(params, fields["positions"], fields["segments"])
         reports = []
         for i in range(CONFIG.n_layers):
             layer = jax.tree.map(lambda w, i=i: w[i], params[LAYERS])
             layer_data = jax.tree.map(lambda a, i=i: a[i], data)
-            x_BLD, report = MODEL.block(params, LAYERS)(layer, x_BLD, flow, layer_data)
+            x_BLD, report = MODEL.block(params, LAYERS)(layer, x_BLD, context, layer_data)
             reports.append(report)
         stats = jax.tree.map(lambda *each: jnp.stack(each), *reports)
         objective, sums = head(params, x_BLD, fields)

@@ -121,9 +121,9 @@ class Counted(Model):
 
     ran: list[str] = field(default_factory=list)
 
-    def enter(self, params: Any, *fields: jax.Array) -> jax.Array:
+    def embed_tokens(self, params: Any, *fields: jax.Array) -> jax.Array:
         jax.debug.callback(lambda: self.ran.append("embedding"))
-        return super().enter(params, *fields)
+        return super().embed_tokens(params, *fields)
 
 
 COUNTED = [
@@ -151,7 +151,7 @@ def test_ticks_run_as_in_the_table_and_the_head_once_per_microbatch(
 
     def head(weights: Any, x_BLD: jax.Array, fields: dict[str, jax.Array]) -> Any:
         jax.debug.callback(lambda: model.ran.append("head"))
-        loss, scored = cross_entropy(model.leave(weights, x_BLD), model.head(weights), fields["labels"])
+        loss, scored = cross_entropy(model.final_norm(weights, x_BLD), model.head(weights), fields["labels"])
         return loss, {"scored": scored}
 
     def run(params: Any) -> Any:
