@@ -1,6 +1,6 @@
 """How a configuration lies on a mesh, without the devices: tables for the shell, figures for a notebook.
 
-from jaxtrain.config import load_config, named_cluster
+from jaxtrain.config import load_config
 from jaxtrain.inspect import inspect
 inspect(load_config("models/llama3_8b", ["mesh.tensor=8", "rules.preset=[tensor, fsdp]"]), cluster="h100_8x8").print()
 """
