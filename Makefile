@@ -1,4 +1,4 @@
-# make train | test | lint | prove | report | docs | setup [ACCELERATOR=cuda13] | setup-plan; everything lives in .venv.
+# make help lists the targets; everything is installed in .venv.
 SHELL := /bin/bash
 ACCELERATOR ?= cpu
 PY := .venv/bin/python
@@ -8,9 +8,34 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12; do \
 RUN ?= runs/tiny
 ARGS ?=
 
-.PHONY: setup setup-plan train test lint prove report docs docs-plots clean
+# Parts of make prove, each meant for at most half an hour on two cores.
+PROVE_ops := tests/ops
+PROVE_schedules := tests/pipeline/test_pipeline_executor.py tests/pipeline/test_pipeline_gate.py tests/pipeline/test_pipeline_work.py
+PROVE_pipelines := tests/pipeline/test_pipelined_checkpoints.py tests/pipeline/test_pipelined_training.py
+PROVE_programs := tests/pipeline/test_pipelined_program.py tests/program
+PROVE_faults := tests/prove/test_faults.py
+PROVE_hub := tests/prove/test_hub_reference.py
+PROVE_precision := tests/prove/test_low_precision.py
+PROVE_random := tests/prove/test_random_configurations.py tests/prove/test_random_pipelines.py
+PROVE_structures := tests/prove/test_shipped_structures.py
+PROVE_context := tests/train/test_context_training.py
+PROVE_layouts := tests/train/test_mixture_layouts.py tests/train/test_mtp_layouts.py
+PARTS := $(sort $(patsubst PROVE_%,%,$(filter PROVE_%,$(.VARIABLES))))
+PART ?=
+ifneq ($(PART),)
+ifeq ($(PROVE_$(PART)),)
+$(error there is no part $(PART) of make prove; parts: $(PARTS))
+endif
+endif
 
-setup: .venv/ready-$(ACCELERATOR)
+.PHONY: help setup setup-plan train test lint prove report docs docs-plots clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "  variables: ACCELERATOR=cpu|cuda12|cuda13 (setup), RUN=DIR (train), ARGS='...' (train, test, prove, report)"
+	@echo "  parts of prove: $(PARTS)"
+
+setup: .venv/ready-$(ACCELERATOR)  ## install jaxtrain's dependencies in .venv
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "jaxtrain needs Python 3.12 or newer on PATH (or make PYTHON=/path/to/python)"; exit 2; }
@@ -28,37 +53,37 @@ setup: .venv/ready-$(ACCELERATOR)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
-# The GPU compiler for jaxtrain compile stands beside the other packages: jax would load it, and complain, at each start.
-setup-plan: .venv/ready-plan
+# The GPU compiler is not installed beside the other packages: jax would load it at each start, and warn.
+setup-plan: .venv/ready-plan  ## install the GPU compiler that jaxtrain compile uses (half a GB)
 
 .venv/ready-plan: requirements-plan.txt .venv/ready-$(ACCELERATOR)
 	rm -rf .venv/plan
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target .venv/plan -r requirements-plan.txt
 	@touch $@
 
-train: setup
+train: setup  ## train configs/tiny.yaml in RUN
 	$(PY) -m jaxtrain train configs/tiny.yaml --run $(RUN) $(ARGS)
 
-test: .venv/ready-dev .venv/ready-plan
+test: .venv/ready-dev .venv/ready-plan  ## run the tests (within 20 minutes on two cores)
 	$(PY) -m pytest tests -n 2 --dist worksteal -m "not prove" $(ARGS)
 
-prove: .venv/ready-dev .venv/ready-plan
-	$(PY) -m pytest tests -m prove --hypothesis-profile default $(ARGS)
+prove: .venv/ready-dev .venv/ready-plan  ## run the long proofs; PART=NAME runs one part
+	$(PY) -m pytest $(or $(PROVE_$(PART)),tests) -m prove --hypothesis-profile default $(ARGS)
 
-report: .venv/ready-plan
+report: .venv/ready-plan  ## measure the numbers of the documentation
 	$(PY) tools/report.py $(ARGS)
 
 # The site opens from files: site/index.html.
-docs: .venv/ready-dev
+docs: .venv/ready-dev  ## build the documentation in site/
 	$(PY) -m mkdocs build --strict --quiet
 
-docs-plots: .venv/ready-$(ACCELERATOR)
+docs-plots: .venv/ready-$(ACCELERATOR)  ## draw the plots of the documentation
 	$(PY) tools/docs/plots.py
 
-lint: .venv/ready-dev
+lint: .venv/ready-dev  ## check style and types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy jaxtrain tools/bench tools/report.py
 
-clean:
+clean:  ## remove .venv, runs and caches
 	rm -rf .venv runs site .pytest_cache .mypy_cache .ruff_cache

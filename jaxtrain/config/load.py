@@ -15,7 +15,9 @@ from jaxtrain.config.settings import ClusterConfig, RunConfig
 from jaxtrain.config.suggest import suggest_key
 from jaxtrain.config.values import NULLS, Plain, dump_yaml, find_annotation, parse_override, parse_yaml, read_number
 
-CONFIG_ROOT = Path(__file__).resolve().parents[2] / "configs"
+_PACKAGE = Path(__file__).resolve().parents[1]
+CONFIG_ROOT = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
+"""Shipped configurations: in the package where it is installed, beside it in the repository."""
 RUN_FILE = "config.yaml"
 """Settings of a run, in its directory."""
 

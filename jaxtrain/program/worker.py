@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 CUDA_PLUGINS = ("xla_cuda13", "xla_cuda12")
+CUDA_RUNTIMES = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 # The first that knows every card of program.cards; the library itself is not needed to compile.
 CUDNN_VERSION = 91100
 MEMORY = (
@@ -121,17 +122,19 @@ def _load_cuda_plugin(packages: Path) -> None:
 
     if packages.is_dir():
         sys.path.append(str(packages))
-    for runtime in packages.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"):
-        # Where Mosaic kernels find the symbols that they are linked with.
-        os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime)
+    for name in CUDA_RUNTIMES:
+        spec = find_spec(name)
+        for folder in (spec and spec.submodule_search_locations) or ():
+            # Mosaic kernels are linked against this library.
+            os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(Path(folder) / "libmosaic_gpu_runtime.so")
     try:
         found = any(find_spec(f"jax_plugins.{name}") for name in CUDA_PLUGINS)
     except ModuleNotFoundError:
         found = False
     if not found:
         raise ConfigError(
-            "compiling for GPUs needs the GPU compiler as a package, which is not installed: run make setup-plan "
-            "(half a GB, Linux; no GPU or driver is needed), or use --target cpu, whose memory figure is less exact"
+            "compiling for GPUs needs the GPU compiler as a package, which is not installed: run make setup-plan, or "
+            "pip install 'jaxtrain[plan]' (half a GB, Linux; no GPU or driver is needed), or use --target cpu, whose memory figure is less exact"
         )
 
 
