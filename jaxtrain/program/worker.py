@@ -134,7 +134,8 @@ def _load_cuda_plugin(packages: Path) -> None:
     if not found:
         raise ConfigError(
             "compiling for GPUs needs the GPU compiler as a package, which is not installed: run make setup-plan, or "
-            "pip install 'jaxtrain[plan]' (half a GB, Linux; no GPU or driver is needed), or use --target cpu, whose memory figure is less exact"
+            "pip install 'jaxtrain[plan]' (half a GB, Linux; no GPU or driver is needed), or use --target cpu, "
+            "whose memory figure is less exact"
         )
 
 
