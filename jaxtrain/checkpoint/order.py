@@ -116,13 +116,13 @@ def stacked_leaves(
         return jax.eval_shape(optimizer.init, {k: jax.tree.map(partial(shape, k), part) for k, part in params.items()})
 
     none = {name: jax.tree.map(lambda _: "", part) for name, part in state.items()}
-    own = {k: jax.tree.map(lambda _, k=k: k if k in stacks else "", part) for k, part in params.items()}
+    marked = {k: jax.tree.map(lambda _, k=k: k if k in stacks else "", part) for k, part in params.items()}
     opt, unchanged = none["opt"], moments("")
     for stack in stacks:
         # A moment may lack any dimension of its parameter: those that grow with the stack have one index a layer.
         grown = jax.tree.map(lambda a, b: a.shape[:1] != b.shape[:1], unchanged, moments(stack))
         opt = jax.tree.map(lambda name, there, stack=stack: stack if there else name, opt, grown)
-    return {**none, "params": own, "opt": opt}
+    return {**none, "params": marked, "opt": opt}
 
 
 def _rename(state: TrainState, names: dict[str, str]) -> TrainState:

@@ -93,8 +93,8 @@ def split_batch(
 def batch_sharding(shape: BatchShape, layout: Layout, mesh: jax.sharding.Mesh) -> NamedSharding:
     """Sharding of a [A, B, L] batch array: microbatches whole, sequences over the batch axes, deferred first."""
     outer = layout.deferred_axes
-    rows = (*outer, *(axis for axis in layout.batch_axes if axis not in outer))
-    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, rows or None, layout.sequence_axes or None))
+    axes = (*outer, *(axis for axis in layout.batch_axes if axis not in outer))
+    return NamedSharding(mesh, jax.sharding.PartitionSpec(None, axes or None, layout.sequence_axes or None))
 
 
 def owned_rows(shape: BatchShape, sharding: NamedSharding, length: int) -> tuple[int, int]:
@@ -106,12 +106,12 @@ def owned_rows(shape: BatchShape, sharding: NamedSharding, length: int) -> tuple
 
 
 def shard_batch(
-    rows: dict[str, np.ndarray], first: int, shape: BatchShape, sharding: NamedSharding
+    sequences: dict[str, np.ndarray], first: int, shape: BatchShape, sharding: NamedSharding
 ) -> dict[str, jax.Array]:
     """Host sequences [n, L] that start at global index `first` -> global arrays [A, B, stored L]."""
 
     def array(name: str) -> jax.Array:
-        field = _stored(rows[name], shape, IGNORE if name == "labels" else 0)
+        field = _stored(sequences[name], shape, IGNORE if name == "labels" else 0)
 
         def block(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None

@@ -1,7 +1,7 @@
-"""What the loop does between two steps: hooks that say when they are due.
+"""Hooks: actions of the loop between two steps.
 
 A hook is any object with `due(run)` and `__call__(run)`. Values that it returns join the metrics row of the step that
-just ended. User code passes its own to `jaxtrain.train(config, directory, hooks=[...])`.
+just ended. User code passes hooks to `train(config, directory, hooks=[...])`.
 """
 
 from __future__ import annotations

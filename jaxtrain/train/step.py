@@ -42,12 +42,11 @@ from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
 from jaxtrain.pipeline.staged import StagedModel
 from jaxtrain.pipeline.table import PipelineShape
 from jaxtrain.train.experts import balanced, expert_metrics, needs_loads
-from jaxtrain.train.losses import LOSSES, HeadInputs, metric_sums
+from jaxtrain.train.losses import LOSSES, HeadInputs, Sums, metric_sums
 from jaxtrain.train.options import compiler_options
 from jaxtrain.train.state import TrainState
 
 Batch = dict[str, jax.Array]
-Sums = dict[str, jax.Array]
 Tree = Any
 
 MTP = "mtp"
@@ -154,9 +153,9 @@ class Step:
     def _accumulated(self, weights: Tree, batch: Batch, totals: Tree, scale: jax.Array | float) -> tuple[Tree, Sums]:
         """Gradients and sums, summed over microbatches; each replica for itself."""
 
-        def scaled(weights: Tree, rows: Batch) -> tuple[jax.Array, Sums]:
+        def scaled(weights: Tree, fields: Batch) -> tuple[jax.Array, Sums]:
             with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
-                return self._objective(weights, rows, totals, scale)
+                return self._objective(weights, fields, totals, scale)
 
         grad: Callable[..., Any] = jax.grad(scaled, has_aux=True)
         lead: tuple[int, ...] = ()
@@ -164,8 +163,8 @@ class Step:
             grad = jax.vmap(grad, in_axes=(None, 0), spmd_axis_name=self.layout.deferred_axes)
             lead = (self.replicas,)
 
-        def microbatch(total: Tree, rows: Batch) -> tuple[Tree, Sums]:
-            gradient, sums = grad(weights, rows)
+        def microbatch(total: Tree, fields: Batch) -> tuple[Tree, Sums]:
+            gradient, sums = grad(weights, fields)
             summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient)
             return self._pin(summed, self._summed), sums
 
@@ -216,43 +215,43 @@ class Step:
                 sums = _join_mtp(pipeline.forward(forward_schedule(self._shape(self.model, batch)), head))
             return {name: sums[name] for name in names}
 
-        def body(_: None, rows: Batch) -> tuple[None, Sums]:
+        def body(_: None, fields: Batch) -> tuple[None, Sums]:
             with use_rules(self.rules, self.mesh), use_attention(self.config):
-                sums = self._objective(weights, rows, totals, 1.0, with_mtp)[1]
+                sums = self._objective(weights, fields, totals, 1.0, with_mtp)[1]
             return None, {name: sums[name] for name in names}
 
         return {name: jnp.sum(s, axis=0) for name, s in _scan(body, None, batch)[1].items()}
 
     def _objective(
-        self, weights: Tree, rows: Batch, totals: Tree, scale: jax.Array | float, with_mtp: bool = True
+        self, weights: Tree, fields: Batch, totals: Tree, scale: jax.Array | float, with_mtp: bool = True
     ) -> tuple[jax.Array, Sums]:
         """A microbatch's share of scale x (mean loss + auxiliary losses), and its sums."""
         x_BLD, stats = self.model.hidden(
-            weights, rows["tokens"], rows["positions"], rows["segments"], self.config.remat, totals
+            weights, fields["tokens"], fields["positions"], fields["segments"], self.config.remat, totals
         )
-        objective, sums = self._score(weights, x_BLD, rows, totals, scale, with_mtp)
+        objective, sums = self._score(weights, x_BLD, fields, totals, scale, with_mtp)
         return objective + scale * jnp.sum(stats.get("objective", 0.0)), _join_mtp(sums | stats)
 
     def _head(
         self,
         weights: Tree,
         x_BLD: jax.Array,
-        rows: Batch,
+        fields: Batch,
         totals: Tree,
         scale: jax.Array | float,
         with_mtp: bool = True,
     ) -> tuple[jax.Array, Tree]:
         """`_score` of the residual stream after the last layer."""
-        return self._score(weights, self.model.final_norm(weights, x_BLD), rows, totals, scale, with_mtp)
+        return self._score(weights, self.model.final_norm(weights, x_BLD), fields, totals, scale, with_mtp)
 
     def _score(
-        self, weights: Tree, x_BLD: jax.Array, rows: Batch, totals: Tree, scale: jax.Array | float, with_mtp: bool
+        self, weights: Tree, x_BLD: jax.Array, fields: Batch, totals: Tree, scale: jax.Array | float, with_mtp: bool
     ) -> tuple[jax.Array, Tree]:
         """A microbatch's share of scale x mean loss, multi-token prediction included, and its sums.
 
         The stats of the MTP blocks are under the key MTP.
         """
-        inputs = HeadInputs(self.config, x_BLD, self.model.head(weights), rows, self._batch_shards)
+        inputs = HeadInputs(self.config, x_BLD, self.model.head(weights), fields, self._batch_shards)
         loss, sums = LOSSES[self.config.train.loss](inputs)
         sums = sums | metric_sums(inputs)
         # One factor: a float16 cotangent then has the size of one token's share.
@@ -261,9 +260,11 @@ class Step:
             return objective, sums
         # The MTP blocks belong to no stage: every stage runs them.
         with replicated_over("pipe"):
-            share, own, stats = self.model.mtp_loss(weights, x_BLD, rows, self.config.remat, totals, self._batch_shards)
+            share, mtp_sums, stats = self.model.mtp_loss(
+                weights, x_BLD, fields, self.config.remat, totals, self._batch_shards
+            )
         objective += scale * (share + jnp.sum(stats.get("objective", 0.0)))
-        return objective, {**sums, **own, MTP: stats}
+        return objective, {**sums, **mtp_sums, MTP: stats}
 
     @property
     def replicas(self) -> int:

@@ -18,7 +18,7 @@ from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.resolve import Bound, bind
 from jaxtrain.train.step import Batch, jit_evaluate
 
-Evaluate = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
+EvaluateFunction = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def held_out(setup: Bound, corpus: Corpus) -> list[Batch]:
     config = setup.config
     if not len(corpus.held_out):
         raise ConfigError(
-            f"data.held_out {config.data.held_out} keeps no document for evaluation: raise it, bring more files, "
+            f"data.held_out {config.data.held_out} leaves no document for evaluation: raise it, bring more files, "
             "or set eval.every: null"
         )
     # One document a sequence where training has it so: the attention backend may rely on it.
@@ -69,12 +69,12 @@ def held_out(setup: Bound, corpus: Corpus) -> list[Batch]:
     batches = held_out_batches(
         corpus.held_out, config.data.seq_len, config.train.global_batch, config.eval.batches, packing=packing
     )
-    return [shard_batch(rows, 0, setup.batch_shape, setup.batch_sharding) for rows in batches]
+    return [shard_batch(batch, 0, setup.batch_shape, setup.batch_sharding) for batch in batches]
 
 
-def mean_loss(evaluate: Evaluate, params: Any, batches: Sequence[Batch]) -> tuple[float, int]:
+def mean_loss(evaluate: EvaluateFunction, params: Any, batches: Sequence[Batch]) -> tuple[float, int]:
     """Loss in nats a scored token over all batches together, and their number of scored tokens."""
-    parts = [evaluate(params, rows) for rows in batches]
+    parts = [evaluate(params, batch) for batch in batches]
     scored = sum(int(count) for _, count in parts)
     return sum(float(total) for total, _ in parts) / max(scored, 1), scored
 
