@@ -11,8 +11,8 @@ from jaxtrain.hub.fields import (
     Field,
     Json,
     Settings,
-    constant,
     equal,
+    fixed,
     implied,
     layer_windows,
     one_of,
@@ -36,7 +36,7 @@ COMMON = (
     equal("tie_word_embeddings", "tied_head", False),
     implied(norm="rmsnorm", positions="rope"),
 )
-SWIGLU = (constant("hidden_act", "silu"), implied(activation="swiglu"))
+SWIGLU = (fixed("hidden_act", "silu"), implied(activation="swiglu"))
 WIDTHS = (equal("intermediate_size", "d_ff"), equal("head_dim", "head_dim", None))
 BIASED = equal("attention_bias", ("qkv_bias", "out_bias"), False)
 QK_NORM = implied(qk_norm=True)
@@ -159,7 +159,7 @@ QWEN3_MOE = replace(
     LLAMA, name="qwen3_moe", architecture="Qwen3MoeForCausalLM",
     fields=(
         *COMMON, *SWIGLU, *WIDTHS, BIASED, QK_NORM, rope(10_000.0),
-        constant("use_sliding_window", False), implied(windows=[None]),
+        fixed("use_sliding_window", False), implied(windows=[None]),
         equal(("num_experts", "num_local_experts"), "moe.experts"),
         equal("num_experts_per_tok", "moe.top_k"), equal("moe_intermediate_size", "moe.d_ff"), _router("softmax"),
         _sparse_layers(),
@@ -195,7 +195,7 @@ DEEPSEEK_V3 = replace(
     fields=(
         *COMMON, *SWIGLU, equal("intermediate_size", "d_ff"), rope(10_000.0), implied(windows=[None]),
         _latent_scale(),
-        constant("attention_bias", False), constant("rope_interleave", True), equal("qk_nope_head_dim", "head_dim"),
+        fixed("attention_bias", False), fixed("rope_interleave", True), equal("qk_nope_head_dim", "head_dim"),
         equal("qk_rope_head_dim", "mla.rope_dim"), equal("v_head_dim", "mla.v_dim"),
         equal("kv_lora_rank", "mla.kv_rank"),
         Field(
@@ -206,7 +206,7 @@ DEEPSEEK_V3 = replace(
         equal("num_experts_per_tok", "moe.top_k"), equal("moe_intermediate_size", "moe.d_ff"),
         equal("first_k_dense_replace", "moe.first_dense"), equal("moe_layer_freq", "moe.every", 1),
         equal("routed_scaling_factor", "moe.scale"), equal("n_group", "moe.groups"),
-        equal("topk_group", "moe.top_groups"), constant("scoring_func", "sigmoid"), constant("topk_method", "noaux_tc"),
+        equal("topk_group", "moe.top_groups"), fixed("scoring_func", "sigmoid"), fixed("topk_method", "noaux_tc"),
         _router("sigmoid"),
         equal("num_nextn_predict_layers", "mtp", 0),
         # The bias is imported with the weights and stays constant until a rate is set.
@@ -233,8 +233,8 @@ DEEPSEEK_V3 = replace(
 GPT_OSS = replace(
     LLAMA, name="gpt_oss", architecture="GptOssForCausalLM",
     fields=(
-        *COMMON, *WIDTHS, BIASED, constant("hidden_act", "silu"), constant("swiglu_limit", 7.0),
-        constant("swiglu_alpha", 1.702),
+        *COMMON, *WIDTHS, BIASED, fixed("hidden_act", "silu"), fixed("swiglu_limit", 7.0),
+        fixed("swiglu_alpha", 1.702),
         implied(activation="swiglu_oss", attention_sinks=True, mlp_bias=True, **{"moe.router": "softmax_chosen"}),
         rope(150_000.0), layer_windows(switch=False), equal(("num_local_experts", "num_experts"), "moe.experts"),
         equal(("num_experts_per_tok", "experts_per_token"), "moe.top_k"),
@@ -270,8 +270,8 @@ GPT2 = Family(
         one_of("activation_function", "activation", {
             "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2",
         }, "gelu_new"),
-        constant("scale_attn_weights", True), constant("scale_attn_by_inverse_layer_idx", False),
-        constant("add_cross_attention", False),
+        fixed("scale_attn_weights", True), fixed("scale_attn_by_inverse_layer_idx", False),
+        fixed("add_cross_attention", False),
         implied(norm="layernorm", positions="learned", qkv_bias=True, out_bias=True, mlp_bias=True, windows=[None]),
     ),
     outer={

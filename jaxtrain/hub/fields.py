@@ -37,7 +37,7 @@ def equal(key: str | tuple[str, ...], settings: str | tuple[str, ...], default: 
     return Field(keys, read, lambda model: {keys[0]: model_setting(model, names[0])})
 
 
-def constant(key: str, value: Any) -> Field:
+def fixed(key: str, value: Any) -> Field:
     """A hub key that must be absent or have this value."""
 
     def read(hub: Json) -> Settings:

@@ -21,7 +21,7 @@ from jaxtrain.nn.model import Model
 Index = tuple[slice, ...]
 
 
-def describe(directory: Path, ignore: tuple[str, ...] = ()) -> tuple[Family, Json, Settings]:
+def describe_folder(directory: Path, ignore: tuple[str, ...] = ()) -> tuple[Family, Json, Settings]:
     """Family, config.json and dotted model settings of a folder.
 
     Raises ConfigError for a family without a table and for unsupported settings. Multi-token prediction is used only if

@@ -21,7 +21,7 @@ from jaxtrain.hub.families import FAMILIES, family_of
 from jaxtrain.hub.family import Family, nested, write_model
 from jaxtrain.hub.fields import Json
 from jaxtrain.hub.folder import read_json
-from jaxtrain.hub.load import describe, load
+from jaxtrain.hub.load import describe_folder, load
 from jaxtrain.hub.save import Dtype, new_folder, save, write_json
 from jaxtrain.launch.distributed import barrier
 from jaxtrain.observe.environment import environment
@@ -47,7 +47,7 @@ def import_run(
     config: settings of everything but the model, and of the tokenizer if the folder has none. Raises ConfigError if
     folder, configuration and data do not fit together; nothing is written before all weights are read.
     """
-    family, hub, settings = describe(directory, tuple(ignore))
+    family, hub, settings = describe_folder(directory, tuple(ignore))
     _check_new(run)
     tree = (read_yaml(Path(config)) if config else {}) | {"model": nested(settings)}
     tokenizer = next((name for name in TOKENIZER_FILES if (directory / name).is_file()), None)

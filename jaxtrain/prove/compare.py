@@ -24,11 +24,11 @@ Gradients are those of the initial weights. The later kinds follow chained steps
 its change since initialisation. Under AdamW its bound is not the constant, but follows from the errors of the moments
 (`parameter_limits`), since Adam divides rounding errors by the root of a second moment.
 """
-FLOOR = 1e-3
+LEAST_SCALE = 1e-3
 """A leaf's error is relative to at least this share of the largest leaf of its kind."""
-ZERO_GRADIENT, ZERO_FLOOR = 1e-6, 0.1
+ZERO_GRADIENT, ZERO_SCALE = 1e-6, 0.1
 """A parameter whose gradient never exceeds ZERO_GRADIENT of the largest has the gradient 0 in exact arithmetic (a key
-bias without rotary positions). It holds rounding errors only, so ZERO_FLOOR replaces FLOOR."""
+bias without rotary positions). It holds rounding errors only, so ZERO_SCALE replaces LEAST_SCALE."""
 LAYOUT_METRICS = {"fill", "loss_scale", "traffic", "expert_traffic"}
 """Metrics and sums that describe packing, communication or loss scaling, and so depend on the layout."""
 
@@ -150,7 +150,7 @@ def _scales(leaves: dict[str, np.ndarray], zero: Collection[str]) -> dict[str, f
 
     def scale(name: str, leaf: np.ndarray) -> float:
         is_zero = any(name == path or name.endswith("/" + path) for path in zero)
-        return max(_largest(leaf), largest * (ZERO_FLOOR if is_zero else FLOOR))
+        return max(_largest(leaf), largest * (ZERO_SCALE if is_zero else LEAST_SCALE))
 
     return {name: scale(name, leaf) for name, leaf in leaves.items()}
 

@@ -48,7 +48,7 @@ DENSE = (
     "data=2, data.packing=concat, train.accumulation=2",
     "data=2, data.packing=none, train.global_batch=64, train.accumulation=2",
 )
-BACKENDS = (
+ATTENTION_LAYOUTS = (
     "data=2, attention.backend=xla",
     "data=2, attention.backend=tokamax",
     "data=2, attention.backend=cudnn",
@@ -135,7 +135,7 @@ def applicable_layouts(config: RunConfig, devices: Sequence[Any]) -> tuple[list[
     heads that do not divide, experts without a mixture.
     """
     names, skipped = [FILE], []
-    for name in (*DENSE, *BACKENDS, *SEQUENCE, *PIPELINE, *EXPERTS):
+    for name in (*DENSE, *ATTENTION_LAYOUTS, *SEQUENCE, *PIPELINE, *EXPERTS):
         try:
             if name in EXPERTS and not config.model.moe.experts:
                 raise ConfigError("model.moe.experts is 0: the model has no experts to shard")

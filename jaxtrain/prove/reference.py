@@ -23,7 +23,7 @@ from jaxtrain.config.load import apply_overrides
 from jaxtrain.data import IGNORE, HostBatch
 from jaxtrain.hub.family import nested
 from jaxtrain.hub.folder import read_json
-from jaxtrain.hub.load import describe, load
+from jaxtrain.hub.load import describe_folder, load
 from jaxtrain.mesh.constraints import use_rules
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.ops.zigzag import zigzag_order
@@ -102,7 +102,7 @@ def check_reference(
     overrides: section.key=value, such as mesh.data=2 or rules.preset=[fsdp,tensor]. Raises ConfigError if the folder is
     incomplete or the layout impossible.
     """
-    family, hub, settings = describe(directory)
+    family, hub, settings = describe_folder(directory)
     numbers, arrays = read_json(directory / "reference.json"), _arrays(directory / "reference.npz")
     config = _config(nested(settings), numbers, arrays, overrides)
     setup = bind(config, _devices(config, devices))

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from jaxtrain.config import to_tree
@@ -38,9 +38,8 @@ def show_report(report: VerifyReport, console: Console) -> None:
         + f"; {report.devices} devices",
         highlight=False,
     )
-    table = Table(
-        "layout", "", "worst leaf", "relative error", "s", title="Every layout against the reference implementation"
-    )
+    names = (Column("layout", overflow="fold"), "", Column("worst leaf", overflow="fold"), "relative error", "s")
+    table = Table(*names, title="Every layout against the reference implementation")
     for result in report.results:
         table.add_row(
             Text(result.name), Text(result.status, style=STYLES[result.status]), Text(_leaf(result)),
@@ -129,7 +128,7 @@ def _print_line(console: Console, text: str) -> None:
 
 def _fault(check: Check) -> str:
     when = f" after step {check.step}" if check.step else ""
-    why = "" if check.limit is None else " follows from the errors of its moments"
+    why = "" if check.limit is None else ", which follows from the errors of its moments"
     return f"{check.kind} {check.leaf}{when}: relative error {check.error:.1e}, at most {check.bound:.0e}{why}"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from jaxtrain.hub.family import Family, model_of
-from jaxtrain.hub.load import describe
+from jaxtrain.hub.load import describe_folder
 from jaxtrain.nn.model import Model, build
 
 ROOT = Path(__file__).resolve().parents[1] / "data" / "reference"
@@ -32,5 +32,5 @@ def write_folder(folder: Path, config: Path, tensors: dict[str, np.ndarray]) -> 
 
 def opened(folder: Path, **changes: Any) -> tuple[Family, Model, int]:
     """Family, model (with settings changed) and hub vocabulary size of a folder."""
-    family, hub, settings = describe(folder)
+    family, hub, settings = describe_folder(folder)
     return family, build(model_of(settings | changes)), hub["vocab_size"]

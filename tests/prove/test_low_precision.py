@@ -15,7 +15,7 @@ from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import CheckpointConfig, ConfigError, RunConfig, load_config, replace
 from jaxtrain.data import IGNORE
 from jaxtrain.prove.batches import adversarial_batches, repack
-from jaxtrain.prove.layouts import BACKENDS, DENSE, PIPELINE, SEQUENCE, parse_layout
+from jaxtrain.prove.layouts import ATTENTION_LAYOUTS, DENSE, PIPELINE, SEQUENCE, parse_layout
 from jaxtrain.prove.measure import StepRunner, random_state
 from jaxtrain.prove.shrink import BATCH, SEQ_LEN, VOCAB, shrink
 from jaxtrain.train.batch import shard_batch
@@ -25,7 +25,7 @@ from jaxtrain.train.step import compile_step
 LOSS, NORM = 2e-2, 1e-1
 """Bounds of a bfloat16 run: relative error of each of 9 losses and of each gradient norm (8 bits are 2 to 3 digits)."""
 QUICK = ["data=-1, rules.preset=[zero2]", "data=2, tensor=2, rules.preset=[fsdp,tensor_sequence], train.accumulation=4"]
-REST = [name for name in (*DENSE, *BACKENDS, *SEQUENCE, *PIPELINE) if name not in QUICK]
+REST = [name for name in (*DENSE, *ATTENTION_LAYOUTS, *SEQUENCE, *PIPELINE) if name not in QUICK]
 
 
 def curve(config: RunConfig, devices: int, packing: str | None = None) -> list[dict[str, float]]:

@@ -29,7 +29,16 @@ from jaxtrain.pipeline.schedule import MAKERS, schedule_shape
 from jaxtrain.prove.adamw import missing_in_numpy
 from jaxtrain.prove.batches import adversarial_batches, randomize_masked, repack
 from jaxtrain.prove.compare import BOUNDS, Check, compare, first_failure
-from jaxtrain.prove.layouts import BACKENDS, DENSE, EXPERTS, FILE, PIPELINE, SEQUENCE, applicable_layouts, parse_layout
+from jaxtrain.prove.layouts import (
+    ATTENTION_LAYOUTS,
+    DENSE,
+    EXPERTS,
+    FILE,
+    PIPELINE,
+    SEQUENCE,
+    applicable_layouts,
+    parse_layout,
+)
 from jaxtrain.prove.measure import Outcome
 from jaxtrain.prove.show import report_to_json, skipped_line, time_left, verify_progress
 from jaxtrain.prove.shrink import BATCH, SEQ_LEN, VOCAB, shrink
@@ -137,7 +146,7 @@ def test_rows_that_do_not_apply_are_left_out_with_a_reason() -> None:
     names, skipped = applicable_layouts(shrink(load_config("tiny")), jax.devices()[:8])
     reasons = {layout.name: layout.reason for layout in skipped}
     assert names[0] == FILE and not set(names) & set(reasons)
-    assert set(names[1:]) | set(reasons) == {*DENSE, *BACKENDS, *SEQUENCE, *PIPELINE, *EXPERTS}
+    assert set(names[1:]) | set(reasons) == {*DENSE, *ATTENTION_LAYOUTS, *SEQUENCE, *PIPELINE, *EXPERTS}
     assert "needs NVIDIA GPUs" in reasons["data=2, attention.backend=cudnn"]
     assert all("no experts" in reasons[name] for name in EXPERTS)
     # Six layers: rows for eight do not apply.
