@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jaxtrain.data import Corpus
+from jaxtrain.train.resolve import Bound
 from jaxtrain.train.step import jit_evaluate
 from jaxtrain.train.use import held_out, mean_loss
 
@@ -32,10 +34,10 @@ class Evaluate:
     Raises ConfigError where no document is held out.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._batches = held_out(run.bound, run.corpus)
-        self._evaluate = jit_evaluate(run.bound.step)
-        self._every = run.bound.config.eval.every or 1
+    def __init__(self, bound: Bound, corpus: Corpus) -> None:
+        self._batches = held_out(bound, corpus)
+        self._evaluate = jit_evaluate(bound.step)
+        self._every = bound.config.eval.every or 1
 
     def due(self, run: Run) -> bool:
         """At every eval.every-th step and the last."""

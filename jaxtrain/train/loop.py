@@ -16,6 +16,7 @@ from jaxtrain.data import prepare
 from jaxtrain.launch.distributed import barrier
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.log import Log
+from jaxtrain.train.feed import BatchFeed
 from jaxtrain.train.hooks import Evaluate, Hook
 from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.recorder import Recorder
@@ -38,15 +39,15 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
     changes = check_same_run(directory, config)
     corpus = prepare(config)
     primary = jax.process_index() == 0
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
-    log = Log(directory, config.observe, primary, to_tree(config), quiet)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(checkpoints))
-        stack.enter_context(contextlib.closing(log))
-        run = stack.enter_context(contextlib.closing(Run(bound, corpus, checkpoints, log, directory)))
-        hooks = (*([Evaluate(run)] if config.eval.every else []), *hooks)
-        # No process may look at the directory while another fills it.
+        feed = stack.enter_context(contextlib.closing(BatchFeed(bound, corpus)))
+        log = stack.enter_context(contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)))
+        hooks = (*([Evaluate(bound, corpus)] if config.eval.every else []), *hooks)
+        # Nothing was written so far. No process may look at the directory while another fills it.
         barrier("checked")
+        checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
+        stack.enter_context(contextlib.closing(checkpoints))
+        run = Run(bound, corpus, feed, checkpoints, log, directory)
         if primary:
             write_run(directory, config, describe_sharding(bound), environment())
         for line in (*startup_report(bound, corpus), *changes, *(f"record skipped: {why}" for why in corpus.reasons)):

@@ -21,10 +21,12 @@ from jaxtrain.train.state import TrainState
 class Run:
     """What hooks see of a run: `bound`, `corpus`, `log`, `directory`, `state`, `step`; they may call `stop`."""
 
-    def __init__(self, bound: Bound, corpus: Corpus, checkpoints: Checkpoints, log: Log, directory: Path) -> None:
+    def __init__(
+        self, bound: Bound, corpus: Corpus, feed: BatchFeed, checkpoints: Checkpoints, log: Log, directory: Path
+    ) -> None:
         self.bound, self.corpus, self.log, self.directory = bound, corpus, log, directory
         self.counters = Counters()
-        self.feed = BatchFeed(bound, corpus)
+        self.feed = feed
         self.resumed_from: int | None = None
         self.stopped: str | None = None
         """Why a hook asked the run to end before its last step."""
@@ -73,10 +75,6 @@ class Run:
             counters.skipped,
         )  # fmt: skip
         self._checkpoints.save(self.step, self._order.to_checkpoint(self.state), self.feed.get_state(), meta)
-
-    def close(self) -> None:
-        """Stop reading data."""
-        self.feed.close()
 
     def wait_for_checkpoints(self) -> int | None:
         """Wait until every checkpoint is written; the newest step that has one."""
