@@ -1,4 +1,4 @@
-"""How a configuration lies on a mesh, without the devices: tables for the shell, figures for a notebook.
+"""How a configuration is sharded over a mesh, without the devices: tables for the shell, figures for a notebook.
 
 from jaxtrain.config import load_config
 from jaxtrain.inspect import inspect
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 
 def inspect(config: RunConfig, devices: int | None = None, cluster: str | None = None) -> Inspection:
-    """Lay a configuration over `devices` imagined devices, over a described cluster (name or YAML file), or over both.
+    """Shard a configuration over `devices` described devices of a cluster (name or YAML file), without running it.
 
-    Without either: config.cluster where it is described, else the devices that jax finds here. Raises ConfigError for
-    whatever training would refuse: sizes, groups that span domains, rules, batch arithmetic.
+    Default: config.cluster if it is described, else the devices of this process. Raises ConfigError for whatever
+    training would refuse: sizes, groups that span domains, rules, batch arithmetic.
     """
     if cluster is not None:
         config = config.model_copy(update={"cluster": named_cluster(cluster)})
@@ -71,10 +71,10 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
-    """A configuration laid on a mesh: what lies where, why, and what it costs in bytes."""
+    """A configuration on a mesh: the sharding of each parameter, the rules behind it, and bytes."""
 
     config: RunConfig
-    imagined: int | None
+    described_devices: int | None
     topology: Topology
     params: Any
     layout: Layout
@@ -82,7 +82,7 @@ class Inspection:
 
     @cached_property
     def parameters(self) -> list[dict[str, Any]]:
-        """One row a parameter: path, shape, names, specs, per-dimension reasons, local shape, bytes a device."""
+        """One row for each parameter: path, shape, names, specs, reason of each dimension, local shape, bytes."""
         specs = {part: flatten_paths(tree) for part, tree in self.layout.parts.items()}
         size = Precision(self.config.precision).compute.itemsize
         return [
@@ -90,8 +90,8 @@ class Inspection:
                 "path": path,
                 "shape": list(param.shape),
                 "names": list(param.names),
-                **{f"{part}_spec": _plain_spec(specs[part][path]) for part in PARTS},
-                "dimensions": [_plain_reason(reason) for reason in self.layout.resolved[path].reasons],
+                **{f"{part}_spec": _spec_lists(specs[part][path]) for part in PARTS},
+                "dimensions": [_reason_dict(reason) for reason in self.layout.resolved[path].reasons],
                 "local_shape": list(local_shape(param.shape, specs["weights"][path], self.topology.sizes)),
                 "bytes": size * math.prod(local_shape(param.shape, specs["weights"][path], self.topology.sizes)),
             }
@@ -127,18 +127,18 @@ class Inspection:
 
     @cached_property
     def nodes(self) -> list[dict[str, Any]]:
-        """One row a node: its domain, its device ids and the mesh coordinates that they cover on each axis."""
+        """One row for each node: its domains, its device ids and their mesh coordinates on each axis."""
         where: dict[int, list[tuple[int, ...]]] = {}
-        for place, device in np.ndenumerate(self.topology.devices):
-            where.setdefault(device.process_index, []).append(place)
+        for coordinates, device in np.ndenumerate(self.topology.devices):
+            where.setdefault(device.process_index, []).append(coordinates)
         return [
             {
                 "node": node,
-                "domains": sorted({int(self.topology.domain[place]) for place in places}),
-                "devices": sorted(int(self.topology.devices[place].id) for place in places),
-                **{axis: sorted({place[i] for place in places}) for i, axis in enumerate(AXES)},
+                "domains": sorted({int(self.topology.domain[coordinates]) for coordinates in members}),
+                "devices": sorted(int(self.topology.devices[coordinates].id) for coordinates in members),
+                **{axis: sorted({coordinates[i] for coordinates in members}) for i, axis in enumerate(AXES)},
             }
-            for node, places in sorted(where.items())
+            for node, members in sorted(where.items())
         ]
 
     @cached_property
@@ -190,15 +190,15 @@ class Inspection:
         if len(others) == 1 and isinstance(others[0], Inspection):
             return Difference(self, others[0])
         overrides = [other for other in others if isinstance(other, str)]
-        return Difference(self, inspect(replace(self.config, *overrides), self.imagined))
+        return Difference(self, inspect(replace(self.config, *overrides), self.described_devices))
 
     def shards(self, path: str) -> dict[int, tuple[tuple[int, int], ...]]:
         """Device id -> (start, stop) in each dimension of the shard of a parameter's weights that it holds."""
         param, spec = self.find(path)
         sizes, dims = self.topology.sizes, spec_axes(spec, len(param.shape))
         out = {}
-        for place, device in np.ndenumerate(self.topology.devices):
-            at = dict(zip(AXES, place, strict=True))
+        for coordinates, device in np.ndenumerate(self.topology.devices):
+            at = dict(zip(AXES, coordinates, strict=True))
             bounds = []
             for n, axes in zip(param.shape, dims, strict=True):
                 index = 0
@@ -210,11 +210,11 @@ class Inspection:
         return out
 
     def plot_mesh(self) -> Figure:
-        """Devices on their nodes, coloured by (data, pipe) coordinate and labelled with their place in the mesh."""
+        """Devices on their nodes, coloured by (data, pipe) coordinate, labelled with mesh coordinates."""
         return plot_mesh(self.topology)
 
     def plot_parameter(self, path: str) -> Figure:
-        """One parameter's shards: devices of one colour hold the same shard, the label is its place in the tensor."""
+        """One parameter's shards: devices of one colour hold the same shard; labels are index ranges."""
         return plot_shards(self, path)
 
     def plot_before_after(self, path: str, *overrides: str) -> Figure:
@@ -243,7 +243,7 @@ class Difference:
 
     @property
     def parameters(self) -> list[dict[str, Any]]:
-        """Parameters of which a row differs, with both rows (None where one lacks it)."""
+        """Parameters whose rows differ, with both rows (None where one inspection lacks the parameter)."""
         rows = [{row["path"]: row for row in one.parameters} for one in (self.before, self.after)]
         return [
             {"path": path, "before": rows[0].get(path), "after": rows[1].get(path)}
@@ -316,7 +316,7 @@ def inspect_schedule(config: RunConfig, devices: int | None = None, cluster: str
 
 @dataclass(frozen=True, eq=False)
 class ScheduleInspection:
-    """A schedule with what it means for a run: layers and nodes of each stage, time, memory."""
+    """A schedule and its consequences: layers and nodes of each stage, time, memory."""
 
     inspection: Inspection
     batch_shape: BatchShape
@@ -325,12 +325,12 @@ class ScheduleInspection:
 
     @cached_property
     def classic(self) -> ScheduleTimeline:
-        """The schedule played by stages that do one thing at a time, nothing recomputed."""
+        """Timeline of the same order of work on stages that run one operation at a time, without recomputation."""
         return timeline(classic_orders(self.schedule), self.schedule.shape)
 
     @property
     def costs(self) -> Costs:
-        """Time of a chunk's pieces of work: its backward computes layers again from their inputs, save under dots."""
+        """Time of each operation of a chunk: the backward recomputes the forward, except under remat.policy dots."""
         return Costs(1, 1, 1, 0 if self.inspection.config.remat.policy == "dots" else 1)
 
     @property
@@ -341,10 +341,10 @@ class ScheduleInspection:
 
     @cached_property
     def slot_bytes(self) -> dict[str, int]:
-        """Bytes a device of one slot: residual streams of a microbatch, one a layer (of remat.every) where it is kept.
+        """Bytes of one slot on a device: the residual stream of a microbatch; "kept": one for each remat.every layers.
 
-        Not among them: what remat.policy dots or names keeps beside, and what goes from one half of a split backward to
-        the other; the operations of a layer say it.
+        Values that remat.policy dots or names saves, and those that a split backward passes to its second half, are
+        not included: they depend on the operations of a layer.
         """
         config, sizes = self.inspection.config, self.inspection.topology.sizes
         rules = resolve_rules(config.rules)
@@ -366,7 +366,7 @@ class ScheduleInspection:
         return self.split.runs[stage :: self.schedule.shape.stages]
 
     def nodes(self, stage: int) -> list[int]:
-        """Nodes (processes) that a stage lies on."""
+        """Nodes (processes) of a stage."""
         return sorted({int(device.process_index) for device in self.inspection.topology.devices[:, stage].ravel()})
 
     def to_json(self) -> dict[str, Any]:
@@ -402,11 +402,11 @@ class ScheduleInspection:
         return self.svg()
 
 
-def _plain_spec(spec: PartitionSpec) -> list[list[str]]:
+def _spec_lists(spec: PartitionSpec) -> list[list[str]]:
     return [list(axes) for axes in spec_axes(spec, len(spec))]
 
 
-def _plain_reason(reason: Reason) -> dict[str, Any]:
+def _reason_dict(reason: Reason) -> dict[str, Any]:
     return {
         "name": reason.name,
         "axes": list(reason.axes),

@@ -161,7 +161,7 @@ def test_what_training_refuses_inspect_refuses():
         inspect(RunConfig.model_validate({"mesh": {"tensor": 16}}), cluster="h100_8x8")
     with pytest.raises(ConfigError, match="mesh data 3"):
         inspect(replace(TINY, "mesh.data=3"), devices=8)
-    with pytest.raises(ConfigError, match=r"clusters/h100_8x9 does not exist.*clusters/h100_8x8"):
+    with pytest.raises(ConfigError, match=r"cluster 'h100_8x9' is unknown \(did you mean h100_8x8\?\)"):
         inspect(TINY, cluster="h100_8x9")
     with pytest.raises(ConfigError, match=r"train.global_batch 60 is not train.microbatch 1 x 64 replicas"):
         inspect(load_config("llama3_8b", ["train.global_batch=60"]))

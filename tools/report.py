@@ -28,7 +28,7 @@ LAYOUTS = {
     "zero1 x tensor 8": ["mesh.data=8", "mesh.tensor=8", "rules.preset=[zero1, tensor_sequence]"],
     "fsdp x tensor 8": ["mesh.data=8", "mesh.tensor=8", "rules.preset=[fsdp, tensor_sequence]"],
 }
-# One device computes at most so many rows at once; the rest of the global batch is accumulated.
+# Sequences of one microbatch of a replica; the rest of the global batch is accumulated.
 COMMON = ["precision.compute=bfloat16", "remat.policy=full", "train.accumulation=null"]
 ALLOW = {"gpt2": ["rules.allow=[indivisible:*]"]}
 MICROBATCH = {"gpt2": 8, "llama3_8b": 1, "llama3_70b": 1}

@@ -1,4 +1,4 @@
-"""The largest buffers that live at the moment of most memory, as the compiler's own live ranges say it."""
+"""The largest buffers that are alive at the peak, from the live ranges that the compiler reports."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from jaxtrain.program.trace import TracedValue, Tracer
 
 _RANGE = re.compile(r"^ {4}([\w.\-]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 _ALLOCATION = re.compile(r"^allocation (\d+):")
-# Memory space 5 is the host's: no memory of the device.
-_PLACED = re.compile(r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})?(?: \(phi\))? @(?!5>)\d+> \(size=(\d+),offset=(\d+)")
+# Memory space 5 is host memory.
+_ADDRESS = re.compile(r"^ value: <\d+ ([\w.\-]+)(?:\{([\d,]*)\})?(?: \(phi\))? @(?!5>)\d+> \(size=(\d+),offset=(\d+)")
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """One value that lives at the peak: bytes a device, and the operation and source lines that made it.
+    """A value that is alive at the peak: bytes on a device, and the operation and source lines that made it.
 
-    For what a loop carries, `made_by` is the operation that gives the carried value, not the loop. Source lines are
-    those of `Instruction.stack`; all is '' or () for a name that does not stand in the program.
+    For a value that a loop carries, `made_by` is the operation that computes it, not the loop. Source lines are those
+    of `Instruction.stack`; the fields are '' or () for a name that is not in the program.
     """
 
     name: str
@@ -44,31 +44,31 @@ class PeakMemory:
 
 
 def find_peak(report: str, assignment: str, program: Program) -> PeakMemory:
-    """The live set where the sum over places of memory is largest; `assignment` is `*-buffer-assignment.txt`.
+    """The live set with the most bytes; `report`: `*-live-range.txt`, `assignment`: `*-buffer-assignment.txt`.
 
-    The report's own line "(peak)" can miss what one loop leaves for another to read; this sum equals the size of the
-    allocations. Values that share a place count once. Raises ValueError where no live range has a place.
+    The line "(peak)" of the report can miss values that one loop leaves for another; this sum equals the size of the
+    allocations. Values that share an address count once. Raises ValueError if no live range has an address.
     """
-    places, allocation = {}, 0
+    addresses, allocation = {}, 0
     for line in assignment.splitlines():
         if head := _ALLOCATION.match(line):
             allocation = int(head.group(1))
-        elif value := _PLACED.match(line):
+        elif value := _ADDRESS.match(line):
             name, path, size, offset = value.groups()
-            places[name, path or ""] = (allocation, int(offset)), int(size)
+            addresses[name, path or ""] = (allocation, int(offset)), int(size)
     ranges = [
-        (int(begin), int(end), *places[name, path], name, path)
+        (int(begin), int(end), *addresses[name, path], name, path)
         for name, path, begin, end in _RANGE.findall(report)
-        if (name, path) in places
+        if (name, path) in addresses
     ]
     if not ranges:
-        raise ValueError("no live range of a placed value: not a live-range report with its buffer assignment")
+        raise ValueError("no live range with an address: not a live-range report with its buffer assignment")
     most, alive = -1, []
     for moment in {begin for begin, *_ in ranges}:
         now: dict[tuple[int, int], tuple[str, str, int]] = {}
-        for begin, end, place, size, name, path in ranges:
-            if begin <= moment <= end and size > now.get(place, ("", "", -1))[2]:
-                now[place] = name, path, size
+        for begin, end, address, size, name, path in ranges:
+            if begin <= moment <= end and size > now.get(address, ("", "", -1))[2]:
+                now[address] = name, path, size
         total = sum(size for _, _, size in now.values())
         if total > most:
             most, alive = total, list(now.values())
@@ -77,10 +77,10 @@ def find_peak(report: str, assignment: str, program: Program) -> PeakMemory:
 
 def _buffers(report: str, program: Program, alive: list[tuple[str, str, int]]) -> tuple[Buffer, ...]:
     """`alive`: (name, element of its tuple as "1,0", bytes)."""
-    places = {one.name: TracedValue(computation, one) for computation, one in program.instructions()}
-    stand_in, tracer, buffers = _stand_ins(report, places), Tracer(program), []
+    values = {one.name: TracedValue(computation, one) for computation, one in program.instructions()}
+    wrapped, tracer, buffers = _wrapped_operations(report, values), Tracer(program), []
     for name, path, size in alive:
-        value = places.get(name) or stand_in.get(name)
+        value = values.get(name) or wrapped.get(name)
         index = tuple(int(n) for n in path.split(",") if n)
         buffers.append(_buffer(tracer, name, value and replace(value, path=index), size))
     return tuple(buffers)
@@ -98,12 +98,12 @@ def _buffer(tracer: Tracer, name: str, value: TracedValue | None, size: int) -> 
     return Buffer(label, size, shown, one.op_name, one.stack, one.name)
 
 
-def _stand_ins(report: str, places: dict[str, TracedValue]) -> dict[str, TracedValue]:
-    """Operations wrapped in an asynchronous start do not stand in the text: the start that follows stands for them."""
+def _wrapped_operations(report: str, values: dict[str, TracedValue]) -> dict[str, TracedValue]:
+    """Operations wrapped in an asynchronous start are not in the text: use the start that follows them."""
     order = re.findall(r"^ +\d+:([\w.\-]+)$", report, re.MULTILINE)
     found, following = {}, None
     for name in reversed(order):
-        following = places.get(name, following)
-        if name not in places and following and following.instruction.phase == "start":
+        following = values.get(name, following)
+        if name not in values and following and following.instruction.phase == "start":
             found[name] = following
     return found

@@ -1,7 +1,7 @@
-"""Cards as data: what the GPU compiler must know of one, from the maker's public specifications.
+"""GPUs as data: the numbers that the GPU compiler needs of a card, from public specifications.
 
-`target_text` writes it as the compiler's own GpuTargetConfig text. A card that is not in the table needs no code: XLA
-writes that text on a machine which has one (gpu_target_config.pbtxt under xla_dump_to), and cluster.target names it.
+`target_text` writes them as GpuTargetConfig text. A card that is not in the table needs no code: XLA writes that text
+on a machine that has the card (gpu_target_config.pbtxt under xla_dump_to), and cluster.target names the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KIB = 1024
 
 @dataclass(frozen=True)
 class Card:
-    """Numbers of one card; its peak FLOP/s stand in observe.flops.PEAKS, its memory in the cluster."""
+    """Numbers of one card; its peak FLOP/s are in observe.flops.PEAKS, its memory is in the cluster."""
 
     title: str
     capability: tuple[int, int]
@@ -55,7 +55,7 @@ _SCALAR_SHARES = {4: 2, 8: 2, 10: 1, 11: 1, 12: 2, 16: 1}
 
 
 def card_of(cluster: ClusterConfig) -> Card:
-    """The card that cluster.device names; raises ConfigError with the nearest name and the way to add one."""
+    """The card that cluster.device names; raises ConfigError with the nearest name and how to add a card."""
     name = cluster.device or ""
     if name not in CARDS:
         raise ConfigError(
@@ -67,7 +67,7 @@ def card_of(cluster: ClusterConfig) -> Card:
 
 
 def describe_machine(cluster: ClusterConfig, n: int | None = None) -> list[DescribedDevice]:
-    """`n` devices (null: all) of a described cluster, with the compute capability of its card where it is known."""
+    """`n` devices (None: all) of a described cluster, with the compute capability of its card if it is known."""
     card = CARDS.get(cluster.device or "")
     return described_devices(cluster, n, ".".join(map(str, card.capability)) if card else None)
 

@@ -1,11 +1,11 @@
-"""Every collective of a compiled program: what it moves, how often, along which mesh axes, and what hides it.
+"""Every collective of a compiled program: bytes, calls, mesh axes, and the work that overlaps with it.
 
-Bytes are a device's. *Payload* is the full buffer of one call, the size of the collective library's own conventions:
-all-gather its result, every other kind its operand; an async pair counts once. *Wire* is what each device sends over
+Bytes are those of one device. *Payload* is the full buffer of one call by the convention of NCCL: the result of an
+all-gather, the operand of every other kind; an async pair counts once. *Bytes sent* are what each device sends over
 the link that limits the call, by the ring formulas: all-reduce 2 S (n-1)/n, reduce-scatter, all-gather and all-to-all
-S (n-1)/n, permute and broadcast S. In a group over d domains a ring passes each border once and all the domain's p
-members share it, so that the network carries S (d-1)/d / p a device; an all-to-all sends the (d-1)/d of its rows that
-leave the domain.
+S (n-1)/n, permute and broadcast S. In a group over d domains a ring passes each border once, and the p
+members of a domain share it: the network carries S (d-1)/d / p for each device. An all-to-all sends the (d-1)/d of its
+tokens that go to another domain.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jaxtrain.program.opcodes import COLLECTIVES
 
 AXES = ("data", "pipe", "tensor", "seq", "expert")
 TIGHT = ("tensor", "expert")
-# A reduction of fewer elements bundles metrics or norms, not a gradient.
-LEAST_GRADIENT = 65
-# How far back a name is looked for.
+# A reduction of fewer elements is one of metrics or norms, not of a gradient.
+MIN_GRADIENT_SIZE = 65
+# A name is searched so many operations back.
 _NEAR = 4
 
 Link = Literal["fast", "network"]
@@ -42,11 +42,11 @@ class Links:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction; `calls` an update, everything else of one call on one device.
+    """One collective instruction: `calls` in a step; everything else is of one call on one device.
 
-    `axes` are the mesh axes along which a group's members differ; `exact` says that each group is all of them with
-    the other coordinates fixed. `domains` is the most that one group touches. `flops_between` are the matmul FLOPs
-    scheduled between start and done (0 for a synchronous one), `seconds` its transfer time on `link`.
+    `axes` are the mesh axes along which a group's members differ; `exact` says that each group is all devices along
+    them with the other coordinates fixed. `domains` is the largest number of domains of one group. `flops_between` are
+    the matmul FLOPs scheduled between start and done (0 for a synchronous one), `seconds` the transfer time on `link`.
     """
 
     name: str
@@ -78,14 +78,14 @@ class Collective:
 
     @property
     def crosses(self) -> bool:
-        """Whether a group touches more than one domain."""
+        """Whether a group spans more than one domain."""
         return self.domains > 1
 
     @property
     def covered(self) -> float:
         """The share of the transfer time for which matmul work is scheduled between start and done, 0 to 1.
 
-        Work under several transfers counts for each of them, and kernels whose FLOPs are not in the text for none.
+        Work that overlaps with several transfers counts for each. Kernels with unknown FLOPs count for none.
         """
         return min(1.0, self.hidden_seconds / self.seconds) if self.seconds > 0 else 1.0
 
@@ -103,7 +103,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Reductions:
-    """Gradient-like reductions: calls and payload bytes an update."""
+    """Gradient-like reductions: calls and payload bytes in a step."""
 
     calls: int
     bytes: int
@@ -112,10 +112,10 @@ class Reductions:
 
 @dataclass(frozen=True)
 class DomainProof:
-    """Whether tensor x expert traffic stays inside a domain; guilty: (collective, its groups that leave one).
+    """Whether tensor x expert traffic stays inside a domain; guilty: (collective, its groups that span domains).
 
-    `mixed` are larger collectives whose groups run along tensor or expert *and* another axis and leave the domain:
-    their tensor x expert parts stay inside, their bytes do not.
+    `mixed` are larger collectives whose groups run along tensor or expert *and* another axis and span domains: their
+    tensor x expert parts stay inside a domain, their bytes do not.
     """
 
     holds: bool
@@ -130,12 +130,12 @@ def read_collectives(program: Program, domain: np.ndarray, links: Links) -> tupl
     """
     if program.partitions > domain.size:
         raise ValueError(f"the program runs on {program.partitions} devices, the mesh has {domain.size}")
-    place, branches = _Place(domain), _branches(program)
-    return tuple(_collective(program, found, place, links, branches) for found in _find(program))
+    mesh, branches = _MeshCoordinates(domain), _branches(program)
+    return tuple(_collective(program, found, mesh, links, branches) for found in _find(program))
 
 
 def unread_collectives(program: Program) -> tuple[Unknown, ...]:
-    """Asynchronous collectives whose end is not in the same computation: nothing is known of what hides them."""
+    """Asynchronous collectives whose end is not in the same computation: their overlap is unknown."""
     return tuple(
         Unknown("an asynchronous collective ends outside its computation", f"{one.computation.name}: {one.start.name}")
         for one in _find(program)
@@ -144,7 +144,7 @@ def unread_collectives(program: Program) -> tuple[Unknown, ...]:
 
 
 def gradient_reductions(
-    collectives: Iterable[Collective], batch_axes: Sequence[str], least: int = LEAST_GRADIENT
+    collectives: Iterable[Collective], batch_axes: Sequence[str], least: int = MIN_GRADIENT_SIZE
 ) -> Reductions:
     """All-reduces and reduce-scatters that add floats over a batch axis, of `least` elements or more."""
     found = tuple(
@@ -160,17 +160,17 @@ def gradient_reductions(
 
 
 def prove_tight(
-    collectives: Iterable[Collective], domain: np.ndarray, tight: Sequence[str] = TIGHT, least: int = LEAST_GRADIENT
+    collectives: Iterable[Collective], domain: np.ndarray, tight: Sequence[str] = TIGHT, least: int = MIN_GRADIENT_SIZE
 ) -> DomainProof:
-    """Members of a group with the same coordinates but for `tight` must share a domain; each group is looked at."""
-    place = _Place(domain)
+    """Check for each group that members which differ only along `tight` axes share a domain."""
+    mesh = _MeshCoordinates(domain)
     guilty, mixed = [], []
     for one in collectives:
         if not set(one.axes) & set(tight):
             continue
-        torn = tuple(group for group in one.groups if place.tears(group, tight))
-        if torn:
-            guilty.append((one, torn))
+        spanning = tuple(group for group in one.groups if mesh.spans_domains(group, tight))
+        if spanning:
+            guilty.append((one, spanning))
         elif one.crosses and one.elements >= least:
             mixed.append(one)
     return DomainProof(not guilty, tuple(guilty), tuple(mixed))
@@ -187,8 +187,8 @@ def coverage(collectives: Iterable[Collective]) -> dict[Link, float]:
     return {link: hidden[link] / seconds for link, seconds in total.items() if seconds > 0}
 
 
-class _Place:
-    """Where partitions lie: coordinates on the mesh and domain."""
+class _MeshCoordinates:
+    """Mesh coordinates and domain of each partition."""
 
     def __init__(self, domain: np.ndarray) -> None:
         self.sizes = domain.shape
@@ -199,8 +199,8 @@ class _Place:
         """Axes along which the members of some group differ."""
         moves = np.zeros(len(self.sizes), dtype=bool)
         for group in groups:
-            rows = self.coordinates[list(group)]
-            moves |= (rows != rows[0]).any(axis=0)
+            members = self.coordinates[list(group)]
+            moves |= (members != members[0]).any(axis=0)
         return tuple(axis for axis, moved in zip(AXES, moves, strict=True) if moved)
 
     def exact(self, groups: Groups, axes: tuple[str, ...]) -> bool:
@@ -209,12 +209,12 @@ class _Place:
         return all(len(set(group)) == size and set(self.axes((group,))) <= set(axes) for group in groups)
 
     def spread(self, group: Sequence[int]) -> tuple[int, int]:
-        """(domains that a group touches, fewest members in one of them)."""
+        """(number of domains of a group, fewest members in one of them)."""
         _, members = np.unique(self.domain[list(group)], return_counts=True)
         return len(members), int(members.min())
 
-    def tears(self, group: Sequence[int], tight: Sequence[str]) -> bool:
-        """Whether members that differ only along `tight` lie in several domains."""
+    def spans_domains(self, group: Sequence[int], tight: Sequence[str]) -> bool:
+        """Whether members that differ only along `tight` are in several domains."""
         loose = [i for i, axis in enumerate(AXES) if axis not in tight]
         seen: dict[tuple[int, ...], int] = {}
         for member in group:
@@ -226,7 +226,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Found:
-    """A collective in place: the scheduled instruction, the one with the groups, and what runs before its end."""
+    """A collective in the program: the scheduled instruction, the one with the groups, and the work before its end."""
 
     computation: Computation
     start: Instruction
@@ -288,22 +288,24 @@ def _branches(program: Program) -> set[str]:
     return {name for name, times in program.executions.items() if times and not always[name]}
 
 
-def _collective(program: Program, found: _Found, place: _Place, links: Links, branches: set[str]) -> Collective:
+def _collective(
+    program: Program, found: _Found, mesh: _MeshCoordinates, links: Links, branches: set[str]
+) -> Collective:
     inner, operands = found.inner, found.inner_computation.operands(found.inner)
     if inner.kind == "ragged-all-to-all":
         operands = operands[:1]
     shapes = [shape for operand in operands for shape in operand.shapes]
-    given = inner.pairs if inner.kind == "collective-permute" else inner.groups(program.partitions)
-    groups = tuple(group for group in given if len(set(group)) > 1)
+    listed = inner.pairs if inner.kind == "collective-permute" else inner.groups(program.partitions)
+    groups = tuple(group for group in listed if len(set(group)) > 1)
     size = max((len(group) for group in groups), default=1)
     payload = sum(shape.bytes for shape in shapes) * (size if inner.kind == "all-gather" else 1)
-    spread = [place.spread(group) for group in groups]
-    domains = max((touched for touched, _ in spread), default=1)
-    fewest = min((members for touched, members in spread if touched == domains), default=1)
+    spread = [mesh.spread(group) for group in groups]
+    domains = max((count for count, _ in spread), default=1)
+    fewest = min((members for count, members in spread if count == domains), default=1)
     bytes_sent, seconds = _transfer(inner.kind, payload, size, domains, fewest, links)
     asynchronous = found.start.phase == "start" and not found.start.is_sync
     flops = sum(instruction_flops(program, found.computation, one) for one in found.between) if asynchronous else 0
-    axes, named = place.axes(groups), _named(found)
+    axes, named = mesh.axes(groups), _named(found)
     permute = inner.kind == "collective-permute"
     return Collective(
         name=found.start.name,
@@ -318,7 +320,7 @@ def _collective(program: Program, found: _Found, place: _Place, links: Links, br
         calls=program.executions[found.computation.name],
         groups=groups,
         axes=axes,
-        exact=len(axes) <= 1 if permute else place.exact(groups, axes),
+        exact=len(axes) <= 1 if permute else mesh.exact(groups, axes),
         domains=domains,
         asynchronous=asynchronous,
         flops_between=flops,
@@ -331,7 +333,7 @@ def _collective(program: Program, found: _Found, place: _Place, links: Links, br
 
 
 def _named(found: _Found) -> Instruction:
-    """The collective, or, where the compiler lost its name, the nearest operation before it that has one."""
+    """The collective, or the nearest operation before it that has a name if the compiler lost the collective's."""
     one = found.inner if found.inner.stack else found.start
     for _ in range(_NEAR):
         before = found.computation.operands(one)[:1]
@@ -342,7 +344,7 @@ def _named(found: _Found) -> Instruction:
 
 
 def _transfer(kind: str, payload: int, size: int, domains: int, fewest: int, links: Links) -> tuple[int, float]:
-    """Bytes a device sends over the limiting link, and seconds; members of a domain share the ring's border."""
+    """Bytes that a device sends over the limiting link, and seconds; members of a domain share the network link."""
     rounds = 2 if kind == "all-reduce" else 1
     if size == 1:
         return 0, 0.0

@@ -1,4 +1,4 @@
-"""Compile the real train step for a cluster that is not there, and report what the compiled program does."""
+"""Compile the train step for a described cluster and report what the compiled program does."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from jaxtrain.program.timeline import layer_timelines
 Target = Literal["cuda", "cpu", "tpu"]
 TARGETS: tuple[Target, ...] = ("cuda", "cpu", "tpu")
 TIMEOUT_S = 600.0
-# Beside the interpreter's packages, not among them: jax loads every plugin that it sees and warns of this one, which
-# has no runtime, at each start.
+# Not among the packages of the interpreter: jax loads every plugin that it finds, and warns at each start that this
+# one has no runtime.
 PLAN_PACKAGES = Path(sys.prefix) / "plan"
 BUFFERS_SHOWN = 12
 STDERR_LINES = 4
@@ -57,12 +57,12 @@ def compile_for(
     target: Target = "cuda",
     timeout: float = TIMEOUT_S,
 ) -> ProgramReport:
-    """Compile a configuration's train step for a described cluster, in a process of its own, and report.
+    """Compile a configuration's train step for a described cluster, in a separate process, and report.
 
     `cluster`: a name of configs/clusters, a YAML file, a ClusterConfig, or None for config.cluster; `devices` scales
-    it. Raises ConfigError for what training would refuse, a missing package, an unknown card, options that XLA does not
-    take, and a compiler that ends or does not come to an end in `timeout` seconds. A program that does not fit the card
-    is a result: see Report.memory.
+    it. Raises ConfigError for what training would refuse, a missing package, an unknown card, options that XLA refuses,
+    and a compiler that crashes or takes longer than `timeout` seconds. A program that does not fit the card is a
+    result: see ProgramReport.memory.
     """
     config = _on_cluster(config, cluster)
     request = make_request(config, devices, target)
@@ -74,7 +74,7 @@ def compile_for(
 
 
 def make_request(config: RunConfig, devices: int | None, target: Target) -> dict[str, Any]:
-    """What the worker is told; raises ConfigError for an unknown target or card, or an impossible number of devices."""
+    """The request to the worker; ConfigError for an unknown target or card or an impossible number of devices."""
     if target not in TARGETS:
         raise ConfigError(f"target {target!r} is unknown{nearest(target, TARGETS)}; targets: {', '.join(TARGETS)}")
     cluster = config.cluster
@@ -83,7 +83,7 @@ def make_request(config: RunConfig, devices: int | None, target: Target) -> dict
         if cluster.nodes is None or per_node is None:
             raise ConfigError(
                 "there is no cluster to compile for: name one (--cluster h100_8x8), set cluster.nodes and "
-                "cluster.devices_per_node, or say how many devices (--devices 8)"
+                "cluster.devices_per_node, or give the number of devices (--devices 8)"
             )
         devices = cluster.nodes * per_node
     per_node = min(per_node or devices, devices)
@@ -103,9 +103,9 @@ def make_request(config: RunConfig, devices: int | None, target: Target) -> dict
 
 
 def run_worker(request: dict[str, Any], timeout: float) -> tuple[dict[str, Any], str]:
-    """The worker's answer and what it wrote on stderr; none survives this call, nor this process.
+    """The worker's answer and its stderr; the worker ends with this call, and with this process.
 
-    Raises ConfigError with the worker's own message, or when it ends without one or is too slow.
+    Raises ConfigError with the worker's message, or when it ends without an answer or takes too long.
     """
     folder = Path(request["folder"])
     with (folder / "stderr.txt").open("wb") as stderr:
@@ -143,7 +143,7 @@ def make_report(
     stderr: str,
     dumps: tuple[str, str] = ("", ""),
 ) -> ProgramReport:
-    """Read a compiled program and what the compiler wrote beside it; `dumps`: live ranges, places, or ''."""
+    """Read a compiled program and the compiler's files; `dumps`: live ranges and buffer assignment, or ''."""
     program = read_program(text)
     domain = np.array(answer["domain"])
     links, notes = _links(config)
@@ -196,11 +196,11 @@ def make_report(
 
 def sum_traffic(collectives: tuple[Collective, ...]) -> tuple[Traffic, ...]:
     """Collectives summed by axes, kind, link and asynchrony, the most time first."""
-    rows: dict[tuple[str, str, str, bool], list[Collective]] = defaultdict(list)
+    grouped: dict[tuple[str, str, str, bool], list[Collective]] = defaultdict(list)
     for one in collectives:
-        rows[one.axes_label, one.kind, one.link, one.asynchronous].append(one)
+        grouped[one.axes_label, one.kind, one.link, one.asynchronous].append(one)
     summed = []
-    for (axes, kind, link, asynchronous), group in rows.items():
+    for (axes, kind, link, asynchronous), group in grouped.items():
         seconds = sum(one.calls * one.seconds for one in group)
         hidden = sum(one.calls * one.seconds * one.covered for one in group)
         heavy = sorted(group, key=lambda one: -one.calls * one.payload)
@@ -216,7 +216,7 @@ def sum_traffic(collectives: tuple[Collective, ...]) -> tuple[Traffic, ...]:
                 seconds=seconds,
                 covered=hidden / seconds if seconds else 0.0,
                 groups=heavy[0].groups,
-                sources=tuple(dict.fromkeys(telling_source(one.stack) for one in heavy if one.stack)),
+                sources=tuple(dict.fromkeys(requesting_source(one.stack) for one in heavy if one.stack)),
             )
         )
     return tuple(sorted(summed, key=lambda row: -row.seconds))
@@ -226,8 +226,8 @@ def _dumped(folder: Path, what: str) -> str:
     return "".join(path.read_text(encoding="utf-8") for path in (folder / "dump").glob(f"*jit_train_step*{what}.txt"))
 
 
-def telling_source(stack: tuple[str, ...]) -> str:
-    """The innermost line that says what was asked for: helpers that pin a sharding are passed over."""
+def requesting_source(stack: tuple[str, ...]) -> str:
+    """The innermost source line that is not a helper of sharding constraints."""
     lines = [line for line in stack if not re.search(r"mesh/(constraints|shard_map)\.py:\d+$", line)] or list(stack)
     return re.sub(r"^.*/(?=jaxtrain/)", "", lines[0]) if lines else ""
 
@@ -235,7 +235,7 @@ def telling_source(stack: tuple[str, ...]) -> str:
 def live_buffers(peak: PeakMemory) -> tuple[LiveBuffer, ...]:
     """The largest buffers alive at the peak, with the operation and the line that made them."""
     return tuple(
-        LiveBuffer(one.name, one.bytes, one.shape, one.op_name.replace("\\'", "'"), telling_source(one.stack))
+        LiveBuffer(one.name, one.bytes, one.shape, one.op_name.replace("\\'", "'"), requesting_source(one.stack))
         for one in peak.buffers[:BUFFERS_SHOWN]
     )
 
@@ -265,7 +265,7 @@ def _memory(
 
 
 def _links(config: RunConfig) -> tuple[Links, list[str]]:
-    """Speeds of the cluster; what is not known is infinite, so that it covers or costs nothing, and is noted."""
+    """Speeds of the cluster; an unknown speed is infinite, so that it takes or covers no time, and is noted."""
     cluster, notes = config.cluster, []
     peak = peak_flops(cluster.device or "", config.precision.compute)
     for name in ("domain_gb_per_s", "network_gb_per_s"):
@@ -287,11 +287,11 @@ def _on_cluster(config: RunConfig, cluster: str | Path | ClusterConfig | None) -
 def _environment(request: dict[str, Any]) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     env |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0", "TPU_SKIP_MDS_QUERY": "1"}
-    # jax refuses two answers to how many CPU devices there are.
+    # jax refuses two settings of the number of CPU devices.
     flags = env.get("XLA_FLAGS", "").split()
     env["XLA_FLAGS"] = " ".join(flag for flag in flags if "force_host_platform_device_count" not in flag)
     env["JAX_NUM_CPU_DEVICES"] = str(request["devices"] if request["target"] == "cpu" else 1)
-    # The package that is running, whatever the folder it was started from.
+    # Import this package from any working directory.
     root = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))
     return env
@@ -305,10 +305,10 @@ def _answer(path: Path, status: int, stderr: str, request: dict[str, Any]) -> di
         return answer
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    telling = [line for line in lines if re.match(r"F\d{4} |.*(Check failed|FATAL|Error)", line)] or lines
-    said = "\n".join(f"  {line[:300]}" for line in telling[:STDERR_LINES])
+    errors = [line for line in lines if re.match(r"F\d{4} |.*(Check failed|FATAL|Error)", line)] or lines
+    printed = "\n".join(f"  {line[:300]}" for line in errors[:STDERR_LINES])
     raise ConfigError(
         f"the compiler {how} while compiling for {request['devices']} devices "
-        f"({request.get('topology', request['target'])}); it said:\n{said}\n"
+        f"({request.get('topology', request['target'])}); its last messages:\n{printed}\n"
         "this is a fault of the compiler: try other xla: options, another layout, or --target cpu"
     )

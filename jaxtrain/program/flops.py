@@ -11,17 +11,11 @@ from typing import Any
 
 from jaxtrain.program.hlo import Computation, Instruction, Program
 
-# Custom calls that hold no matmul: sorting, placement, random bits, small solvers, host callbacks.
+# Custom calls without a matmul: sorting, memory placement, random bits, host callbacks.
 _NO_MATMUL = re.compile(
     r"TopK|__cub\$.*|__gpu\$TopK|Sharding|SPMD.*|annotate_device_placement|LayoutConstraint|MoveTo(Host|Device)|Pin|Unpin"
     r"|AllocateBuffer|CreateBuffer|SliceToDynamic|PadToStatic|AssumeGatherIndicesInBound|.*callback.*|.*threefry.*"
     r"|shape_assertion|.*\$norm"
-)
-_MATMUL = re.compile(
-    r"TopK|topk|Sort|Sharding|annotate_device_placement|MoveTo|Pin|Unpin|AllocateBuffer|CreateBuffer|SliceToDynamic"
-    r"|PadToStatic|AssumeGatherIndicesInBound|callback|threefry|cub\$|\$norm|LayoutConstraint|ConcatBitcast|rng"
-    r"|shape_assertion|Token|LaunchDimensions|nvshmem|cuda_graph",
-    re.IGNORECASE,
 )
 _MATMUL = re.compile(r"\$gemm|matmul|\$groupedgemm|__triton_gemm", re.IGNORECASE)
 
@@ -30,7 +24,7 @@ _MATMUL = re.compile(r"\$gemm|matmul|\$groupedgemm|__triton_gemm", re.IGNORECASE
 class ProgramFlops:
     """Executed matmul FLOPs of one call on one device, by the source line that asked for them.
 
-    `opaque` are kernels whose work does not stand in the text: (custom call target, calls), counted as 0.
+    `opaque` are kernels whose work is not in the text: (custom call target, calls), counted as 0.
     A conditional counts its most expensive branch.
     """
 
@@ -46,7 +40,7 @@ def count_flops(program: Program) -> ProgramFlops:
     times = _taken(program)
     for computation, instruction in program.instructions():
         count = times[computation.name]
-        flops = own_flops(computation, instruction)
+        flops = direct_flops(computation, instruction)
         if flops:
             by_source[instruction.source or instruction.op_name] += count * flops
         elif flops is None:
@@ -56,9 +50,9 @@ def count_flops(program: Program) -> ProgramFlops:
 
 def instruction_flops(program: Program, computation: Computation, instruction: Instruction) -> int:
     """Matmul FLOPs of one execution of this instruction and of everything it runs."""
-    own = own_flops(computation, instruction) or 0
+    direct = direct_flops(computation, instruction) or 0
     inner = [times * computation_flops(program, name) for name, times in program.callees(instruction)]
-    return own + (max(inner, default=0) if instruction.opcode == "conditional" else sum(inner))
+    return direct + (max(inner, default=0) if instruction.opcode == "conditional" else sum(inner))
 
 
 def computation_flops(program: Program, name: str) -> int:
@@ -70,8 +64,8 @@ def computation_flops(program: Program, name: str) -> int:
     return known[name]
 
 
-def own_flops(computation: Computation, instruction: Instruction) -> int | None:
-    """Matmul FLOPs of this very instruction, 0 for one that multiplies nothing, None for an opaque kernel."""
+def direct_flops(computation: Computation, instruction: Instruction) -> int | None:
+    """Matmul FLOPs of this instruction alone, 0 if it is no matmul, None for an opaque kernel."""
     if instruction.phase in ("done", "update"):
         return 0
     match instruction.kind:
@@ -103,7 +97,7 @@ def _dot(computation: Computation, one: Instruction) -> int:
     ragged = _ints(one.attributes.get("lhs_ragged_dims", ""))
     if ragged and set(ragged) <= set(_ints(one.attributes.get("lhs_batch_dims", ""))):
         return flops
-    # Groups of a ragged contraction share its length: together they do the work of one product.
+    # The groups of a ragged contraction share its length: together they have the FLOPs of one product.
     return flops // one.shapes[0].dims[0] if ragged and set(ragged) <= set(dims) else flops
 
 
@@ -128,13 +122,13 @@ def _custom_call(computation: Computation, one: Instruction) -> int | None:
 def _gemm(computation: Computation, one: Instruction) -> int | None:
     numbers = _find(one.backend, "dot_dimension_numbers")
     if numbers is None:
-        return _plain_matmul(computation, one)
+        return _library_matmul(computation, one)
     left = computation.operands(one)[0].shapes[0].dims
     return 2 * one.shapes[0].elements * math.prod(left[int(i)] for i in numbers["lhs_contracting_dimensions"])
 
 
-def _plain_matmul(computation: Computation, one: Instruction) -> int | None:
-    """A library matmul without dimension numbers: [.., M, K] x [.., K, N], either of them perhaps transposed."""
+def _library_matmul(computation: Computation, one: Instruction) -> int | None:
+    """A library matmul without dimension numbers: [.., M, K] x [.., K, N], each possibly transposed."""
     operands = computation.operands(one)
     if len(operands) < 2:
         return None

@@ -41,22 +41,22 @@ def read_pairs(text: str) -> Groups:
 
 
 def _mesh_groups(axes: str, device_ids: str | None, chosen: str) -> Groups:
-    """Groups that run over the chosen axes; `'a':(p)q` is the part of size q of axis a that lies below p."""
+    """Groups that run over the chosen axes; `'a':(p)q` is the part of size q of axis a below p."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     parts = [(name, int(before or 1), int(size or sizes[name])) for name, before, size in _AXIS.findall(chosen)]
-    shape, place = [], {}
+    shape, dimension = [], {}
     for name, size in sizes.items():
         done = 1
         for _, before, part in sorted((one for one in parts if one[0] == name), key=lambda one: one[1]):
             if before > done:
                 shape.append(before // done)
-            place[name, before, part] = len(shape)
+            dimension[name, before, part] = len(shape)
             shape.append(part)
             done = before * part
         if done < size:
             shape.append(size // done)
     ids = _device_ids(device_ids, math.prod(sizes.values())).reshape(shape)
-    inner = [place[part] for part in parts]
+    inner = [dimension[part] for part in parts]
     outer = [i for i in range(len(shape)) if i not in inner]
     return _rows(ids.transpose(outer + inner).reshape(-1, math.prod(shape[i] for i in inner)))
 

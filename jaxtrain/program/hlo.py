@@ -38,7 +38,7 @@ class Instruction:
     """One line of a computation, in scheduled order.
 
     `shapes` are the leaves of the result (a tuple flattened), `operands` names in the same computation, `attributes`
-    the raw text by key, `stack` the source lines that made it, "file:line", the innermost first, each once.
+    the raw text by key, `stack` the source lines that made it, "file:line", innermost first, each once.
     """
 
     name: str
@@ -139,7 +139,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction that gives the result."""
+        """The instruction whose result is the computation's."""
         return next((one for one in self.instructions if one.is_root), self.instructions[-1])
 
 
@@ -294,8 +294,8 @@ class _Reader:
                 self._report(str(error), line)
 
     def _report(self, what: str, line: str) -> None:
-        place = f"{self.current[0]}: " if self.current else ""
-        self.unknown[Unknown(what, place + line.strip()[:160])] = None
+        where = f"{self.current[0]}: " if self.current else ""
+        self.unknown[Unknown(what, where + line.strip()[:160])] = None
 
     def _instruction(self, line: str) -> Instruction:
         head = _LINE.match(line)
@@ -329,20 +329,20 @@ class _Reader:
         frame = re.search(r"stack_frame_id=(\d+)", metadata)
         if frame:
             return self._frames(int(frame.group(1)))
-        place = re.search(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?', metadata)
-        return (f"{place.group(1)}:{place.group(2) or '?'}",) if place else ()
+        location = re.search(r'source_file="([^"]*)"(?:.*?source_line=(\d+))?', metadata)
+        return (f"{location.group(1)}:{location.group(2) or '?'}",) if location else ()
 
     def _frames(self, frame: int) -> tuple[str, ...]:
         if frame in self.stacks:
             return self.stacks[frame]
         numbers = _numbers(self.tables["StackFrames"].get(frame, ""))
-        place = _numbers(self.tables["FileLocations"].get(numbers.get("file_location_id", -1), ""))
-        name = self.tables["FileNames"].get(place.get("file_name_id", -1), "?").strip('"')
-        # The printed parent is one more than the frame's number, and one's own where there is none.
+        location = _numbers(self.tables["FileLocations"].get(numbers.get("file_location_id", -1), ""))
+        name = self.tables["FileNames"].get(location.get("file_name_id", -1), "?").strip('"')
+        # The printed parent is one more than the number of the parent's frame; a frame without parent prints its own.
         parent = numbers.get("parent_frame_id", 1) - 1
         rest = self._frames(parent) if 0 < parent < frame else ()
-        # Inlining a loop's body puts the loop's own frames under frames that hold them already: each line once.
-        self.stacks[frame] = tuple(dict.fromkeys((f"{name}:{place.get('line', '?')}", *rest))) if numbers else ()
+        # An inlined loop body repeats the frames of its loop: keep each line once.
+        self.stacks[frame] = tuple(dict.fromkeys((f"{name}:{location.get('line', '?')}", *rest))) if numbers else ()
         return self.stacks[frame]
 
     def program(self) -> Program:
@@ -366,7 +366,7 @@ class _Reader:
 
 
 def _widest(computations: Mapping[str, Computation]) -> int:
-    """The number of partitions where the header does not say: one more than the highest in any group."""
+    """The number of partitions if the header has none: one more than the highest in any group."""
     found = [
         member
         for computation in computations.values()

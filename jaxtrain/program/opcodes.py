@@ -1,6 +1,6 @@
 """Tables of the HLO language: element types and opcodes."""
 
-# Bits an element; tokens and opaque handles take no memory that the program's own arrays count.
+# Bits of an element; tokens and opaque handles have no bytes in a program's arrays.
 BITS: dict[str, int] = (
     dict.fromkeys(["token", "opaque"], 0)
     | {"s1": 1, "u1": 1, "s2": 2, "u2": 2, "f4e2m1fn": 4, "s4": 4, "u4": 4, "pred": 8}

@@ -1,4 +1,4 @@
-"""What the partitioner had to invent: resharding that no line of the program asks for, and whole tensors rebuilt."""
+"""Resharding that the partitioner inserted and the program does not ask for, and full rematerializations."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from jaxtrain.program.hlo import Instruction, Program
 from jaxtrain.program.trace import TracedValue, Tracer
 
 RESHARDING = ("all-gather", "all-to-all", "collective-permute", "collective-broadcast")
-# Primitives whose own meaning is to move data between devices.
+# Primitives that move data between devices by definition.
 _ASKED = re.compile(
     r"(sharding_constraint|all_gather\w*|ppermute|all_to_all|ragged_all_to_all|psum\w*|pmax|pmin|pbroadcast"
     r"|reduce_scatter|pgather)$"
 )
-# Operations that give the same values in another form, place or type.
+# Operations that return the same values in another layout, memory or type.
 _SAME = ("all-gather", "bitcast", "convert", "copy", "dynamic-slice", "pad", "reduce-precision", "reshape", "slice",
          "transpose")  # fmt: skip
-# What choosing between an old and a new value takes.
+# Operations of a choice between an old and a new value.
 _CHOICE = frozenset(
     {*_SAME, "and", "broadcast", "compare", "constant", "get-tuple-element", "parameter", "select", "tuple"}
 )
-# More steps than any chain of such operations has.
-_STEPS = 1000
+# More than the length of any chain of these operations.
+_MAX_CHAIN = 1000
 
 
 @dataclass(frozen=True)
 class Rematerialization:
-    """A tensor that is replicated whole and cut again because no shorter way between two shardings was found."""
+    """A tensor that is replicated and sharded again because the partitioner found no direct resharding."""
 
     instruction: str
     shape: str
@@ -43,8 +43,8 @@ def inserted_resharding(program: Program, collectives: Iterable[Collective]) -> 
     """Gathers, permutes and all-to-alls that are neither asked for nor the gathering of stored state.
 
     Asked for: the operation is a constraint or a hand-written collective. Stored state: the values are an argument of
-    the program (cast, cut or laid out anew), as where sharded weights are gathered, or its result, as where the new
-    weights are (chosen over the old ones at most).
+    the program (cast, sliced or with another layout), such as sharded weights that are gathered, or they are its
+    result, such as new weights (at most after a choice between old and new).
     """
     tracer = Tracer(program)
     return tuple(
@@ -62,29 +62,29 @@ def read_rematerializations(stderr: str, program: Program | None = None) -> tupl
     return tuple(dict.fromkeys(_rematerialization(line, program) for line in lines))
 
 
-_WAY = re.compile(r"from sharding (.*?) to (\{.*?\})(?: efficiently| without|\.)")
+_SHARDINGS = re.compile(r"from sharding (.*?) to (\{.*?\})(?: efficiently| without|\.)")
 _OPERATION = re.compile(r"for HLO operation:? %?([\w.\-]+) = (\(.*?\)|\S+) ")
 
 
 def _rematerialization(line: str, program: Program | None) -> Rematerialization:
-    way, operation = _WAY.search(line), _OPERATION.search(line)
+    shardings, operation = _SHARDINGS.search(line), _OPERATION.search(line)
     op_name = re.search(r'op_name="((?:[^"\\]|\\.)*)"', line)
-    place = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', line)
+    location = re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', line)
     frame = re.search(r"stack_frame_id=(\d+)", line)
     stack = program.stacks.get(int(frame.group(1)), ()) if program and frame else ()
-    source = f"{place.group(1)}:{place.group(2) or '?'}" if place else "".join(stack[:1])
+    source = f"{location.group(1)}:{location.group(2) or '?'}" if location else "".join(stack[:1])
     return Rematerialization(
         instruction=operation.group(1) if operation else "",
         shape=re.sub(r"\{[\d,]*\}", "", operation.group(2)) if operation else "",
         op_name=op_name.group(1) if op_name else "",
         source=source,
-        before=way.group(1) if way else "",
-        after=way.group(2) if way else "",
+        before=shardings.group(1) if shardings else "",
+        after=shardings.group(2) if shardings else "",
     )
 
 
 def _asked(op_name: str) -> bool:
-    """Several operations merged into one print as (a:b:c); one that asks is enough."""
+    """Merged operations print as (a:b:c): one that asks for resharding is enough."""
     return any(_ASKED.search(part) for part in op_name.strip("()").split(":"))
 
 
@@ -96,7 +96,7 @@ def _is_state(tracer: Tracer, one: Collective) -> bool:
 
 
 def _from_argument(tracer: Tracer, value: TracedValue | None) -> bool:
-    for _ in range(_STEPS):
+    for _ in range(_MAX_CHAIN):
         if value is None:
             return False
         value = tracer.maker(value)
@@ -107,7 +107,7 @@ def _from_argument(tracer: Tracer, value: TracedValue | None) -> bool:
             value = tracer.root(one, value.path)
         elif one.kind in _SAME:
             value = value.operand(0, value.path)
-        elif one.kind == "dynamic-update-slice":  # what a loop stacks for another loop
+        elif one.kind == "dynamic-update-slice":  # a loop stacks it for another loop
             value = value.operand(1, value.path)
         else:
             return False
@@ -115,7 +115,7 @@ def _from_argument(tracer: Tracer, value: TracedValue | None) -> bool:
 
 
 def _is_result(program: Program, one: Collective) -> bool:
-    """Whether nothing becomes of the values but the program's result, with a choice on the way at most."""
+    """Whether the values are only used as the result of the program, at most after a choice."""
     entry = program.computations[program.entry]
     if one.kind != "all-gather" or one.computation != entry.name:
         return False

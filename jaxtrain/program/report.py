@@ -1,4 +1,4 @@
-"""What compiling for a cluster found, as frozen dataclasses: for tables, pages, notebooks and tests."""
+"""The result of compiling for a cluster, as frozen dataclasses: for tables, pages, notebooks and tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class LiveBuffer:
-    """A buffer that is alive at the moment of the peak: bytes a device, the operation and the line that made it."""
+    """A buffer that is alive at the peak: bytes on a device, the operation and the source line that made it."""
 
     name: str
     bytes: int
@@ -31,11 +31,11 @@ class LiveBuffer:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one device during the step; `host` bytes lie in the host's memory and are not in `peak`.
+    """Bytes of one device during the step; `host` bytes are in host memory and not in `peak`.
 
-    `card` is the card's memory, None where the cluster does not say. `exact` is False for a CPU compiler's figure.
-    `live` are the bytes alive at the compiler's peak, of which `largest` is the head; the rest of `peak` is what
-    placing buffers beside each other leaves unused.
+    `card` is the memory of the card, None if the cluster does not give it. `exact` is False for the CPU compiler's
+    figure. `live` are the bytes alive at the peak, `largest` the largest of these buffers; the rest of `peak` is unused
+    space between buffers.
     """
 
     peak: int
@@ -62,10 +62,10 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class FlopsReport:
-    """Matmul FLOPs of one update on one device: executed, and the model's by the formula of observe.flops.
+    """Matmul FLOPs of one step on one device: executed, and the model's by the formula of observe.flops.
 
-    `opaque` are kernels whose work does not stand in the program: (name, calls), counted as 0; `in_kernels` is what the
-    model has (full) of their work.
+    `opaque` are kernels whose work is not in the program: (name, calls), counted as 0; `in_kernels` are the model's
+    FLOPs (full) of these kernels.
     """
 
     executed: int
@@ -82,16 +82,16 @@ class FlopsReport:
 
     @property
     def recompute(self) -> float:
-        """Share of the executed FLOPs beyond the model's (full): what remat computes again, what devices repeat."""
+        """Share of the executed FLOPs beyond the model's (full): recomputation, and work that devices repeat."""
         return 1 - 1 / self.ratio if self.executed else 0.0
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind along the same axes: totals of one update on one device.
+    """Collectives of one kind along the same axes: totals of one step on one device.
 
-    `payload` are bytes of the arrays, `wire` bytes that a device sends; `covered` is the share of `seconds` (at the
-    link's published speed) that matmuls hide; `groups` are those of the first one, as partition numbers.
+    `payload` are bytes of the arrays; `covered` is the share of `seconds` (at the published speed of the link) that
+    overlaps with matmuls; `groups` are those of the largest collective, as partition numbers.
     """
 
     axes: str
@@ -111,8 +111,8 @@ class Traffic:
 class ProgramReport:
     """One configuration compiled for one cluster.
 
-    `collectives` has each collective of the program, `traffic` their sums; `proof` says whether tensor and expert
-    groups stay inside a domain; `unknown` is what the readers did not understand and did not count: (what, where).
+    `collectives` has each collective of the program, `traffic` their sums. `proof`: whether tensor and expert groups
+    stay inside a domain. `unknown`: what the readers did not understand and did not count, (what, where).
     """
 
     config: Mapping[str, Any]
@@ -144,27 +144,27 @@ class ProgramReport:
     unknown: tuple[tuple[str, str], ...]
 
     def link_bytes(self, link: str) -> int:
-        """Bytes that one device sends over 'fast' or 'network' links in one update."""
+        """Bytes that one device sends over 'fast' or 'network' links in one step."""
         return sum(row.bytes_sent for row in self.traffic if row.link == link)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, derived ones included."""
-        tree: dict[str, Any] = _plain(self)
+        """Python values, derived ones included."""
+        tree: dict[str, Any] = _json_value(self)
         tree["memory"] |= {"spare": self.memory.spare, "fits": self.memory.fits}
         tree["flops"] |= {"ratio": self.flops.ratio, "recompute": self.flops.recompute}
         return tree
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
-            JSON_KEYS.get(field.name, field.name): _plain(getattr(value, field.name))
+            JSON_KEYS.get(field.name, field.name): _json_value(getattr(value, field.name))
             for field in dataclasses.fields(value)
         }
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _json_value(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_json_value(one) for one in value]
     if isinstance(value, np.ndarray):
         return value.tolist()
     return value.item() if isinstance(value, np.generic) else value

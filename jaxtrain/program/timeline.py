@@ -1,6 +1,6 @@
-"""One pass through a loop of the program, laid out in time: matmuls at peak, transfers at the links' speed.
+"""Timeline of one iteration of a loop of the program: matmuls at peak, transfers at the links' speed.
 
-A picture of the schedule, not a forecast: kernels reach less than the peak, and what is no matmul takes no time here.
+It shows the schedule and is no forecast: kernels reach less than the peak, and other operations take no time here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxtrain.program.hlo import Computation, Instruction, Program
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """Something that takes time, in seconds from the pass' begin; lane is 'matmul', 'fast' or 'network'."""
+    """A matmul or transfer, in seconds from the begin of the iteration; lane is 'matmul', 'fast' or 'network'."""
 
     lane: str
     begin: float
@@ -25,7 +25,7 @@ class TimelineSpan:
 
 @dataclass(frozen=True)
 class LayerTimeline:
-    """One pass of a loop's body that runs `times` an update; `matmul` and `total` seconds."""
+    """One iteration of a loop that runs `times` in a step; `matmul` and `total` in seconds."""
 
     title: str
     computation: str
@@ -56,11 +56,11 @@ def _bodies(program: Program) -> set[str]:
 
 
 def _holds_loop(program: Program, one: Instruction) -> bool:
-    return one.opcode == "while" and instruction_flops_of_loop(program, one) > 0
+    return one.opcode == "while" and _loop_flops(program, one) > 0
 
 
-def instruction_flops_of_loop(program: Program, one: Instruction) -> int:
-    """Matmul FLOPs of one pass of a loop."""
+def _loop_flops(program: Program, one: Instruction) -> int:
+    """Matmul FLOPs of one iteration of a loop."""
     return max((computation_flops(program, name) for name in one.runs if name in program.computations), default=0)
 
 
@@ -91,7 +91,7 @@ def _timeline(program: Program, name: str, collectives: list[Collective], links:
                 now = max(now, *ends)
         elif flops := instruction_flops(program, computation, instruction):
             end = now + flops / links.peak
-            spans.append(TimelineSpan("matmul", now, end, _place(instruction)))
+            spans.append(TimelineSpan("matmul", now, end, _matmul_label(instruction)))
             matmul += end - now
             now = end
     return LayerTimeline(_title(computation), name, program.executions[name], matmul, now, tuple(spans))
@@ -101,7 +101,7 @@ def _label(one: Collective) -> str:
     return f"{one.kind} over {one.axes_label}, {one.payload / 2**20:.1f} MiB, {one.source}"
 
 
-def _place(instruction: Instruction) -> str:
+def _matmul_label(instruction: Instruction) -> str:
     return f"{instruction.op_name.rsplit('/', 1)[-1]} {instruction.source}".strip() or instruction.name
 
 

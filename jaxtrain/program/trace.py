@@ -32,7 +32,7 @@ class Tracer:
                 self.callers.setdefault(name, (computation, instruction))
 
     def maker(self, value: TracedValue) -> TracedValue:
-        """The operation whose result this is, or the program's argument."""
+        """The operation that computes the value, or the argument of the program."""
         seen = set()
         while (key := (value.computation.name, value.instruction.name, value.path)) not in seen:
             seen.add(key)
@@ -40,7 +40,7 @@ class Tracer:
         return value
 
     def _back(self, value: TracedValue) -> TracedValue | None:
-        """One step to where the same value stands under another name, or None."""
+        """The same value under the name one step back, or None."""
         one, path = value.instruction, value.path
         if one.opcode == "get-tuple-element":
             return value.operand(0, (int(one.attributes["index"]), *path))
@@ -55,7 +55,7 @@ class Tracer:
         return self.root(one, path) if one.kind in ("call", "async") else None
 
     def root(self, one: Instruction, path: tuple[int, ...]) -> TracedValue | None:
-        """The result inside what this instruction runs."""
+        """The result of the computation that this instruction runs."""
         inner = self.program.computations.get(one.runs[0]) if one.runs else None
         return TracedValue(inner, inner.root, path) if inner else None
 
@@ -67,12 +67,12 @@ class Tracer:
         return outside.operand(int(value.instruction.literal), value.path) if one.kind != "conditional" else None
 
     def _loop(self, loop: TracedValue, path: tuple[int, ...]) -> TracedValue | None:
-        """What enters the loop where each round hands it on as it is, else what a round makes."""
+        """The value that enters the loop if iterations pass it on unchanged, else the value of an iteration."""
         made = self.root(loop.instruction, path)
         inside = made.operand(path[0], path[1:]) if made and made.instruction.opcode == "tuple" else None
         while inside and inside.instruction.opcode in ("copy", "bitcast"):
             inside = inside.operand(0, inside.path)
-        kept = inside and inside.instruction.opcode == "get-tuple-element" and not inside.path
-        if inside and kept and inside.instruction.attributes["index"] == str(path[0]):
+        unchanged = inside and inside.instruction.opcode == "get-tuple-element" and not inside.path
+        if inside and unchanged and inside.instruction.attributes["index"] == str(path[0]):
             return loop.operand(0, path)
         return made

@@ -1,11 +1,11 @@
-"""Compile one train step for devices that are not there: `python -m jaxtrain.program.worker`, one request, one answer.
+"""Compile one train step for described devices: `python -m jaxtrain.program.worker`, one request, one answer.
 
-A process of its own because the compiler may end it. The request is one line of JSON on stdin, which stays open: when
-its other end closes, the worker ends too. Answer and artefacts are files of the request's folder:
+It is a separate process because a fault of the compiler ends it. The request is one line of JSON on stdin, which stays
+open: when the other end closes, the worker ends. Answer and artefacts are files of the folder of the request:
 
 answer.json     {"error": text}, or numbers of the compilation
 program.txt     the scheduled program
-dump/           what the compiler wrote about memory, and the program as that names it
+dump/           the compiler's files about memory, and the program with the names that they use
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 CUDA_PLUGINS = ("xla_cuda13", "xla_cuda12")
 CUDA_RUNTIMES = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-# The first that knows every card of program.cards; the library itself is not needed to compile.
+# The first version that supports every card of program.cards; the library is not needed to compile.
 CUDNN_VERSION = 91100
 MEMORY = (
     "peak_memory_in_bytes", "argument_size_in_bytes", "output_size_in_bytes", "alias_size_in_bytes",
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Lower and compile the train step of request["config"]; raises ConfigError for what a user can mend."""
+    """Lower and compile the train step of request["config"]; raises ConfigError for what a user can fix."""
     import jax
     from jax.errors import JaxRuntimeError
 
@@ -53,12 +53,12 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     from jaxtrain.train.resolve import bind
     from jaxtrain.train.step import lower_step
 
-    # A cached executable leaves no dump behind, and one cannot be read back without the devices.
+    # A cached executable writes no dump, and cannot be loaded without the devices.
     jax.config.update("jax_enable_compilation_cache", False)
     config = validate(request["config"])
     devices = compile_only_devices(request)
     if request["target"] == "cuda":
-        _ask_of(devices[0])
+        _set_attention_device(devices[0])
     setup = bind(config, devices)
     attention = setup.attention[config.data.seq_len]
     begin = time.perf_counter()
@@ -85,7 +85,7 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         "microbatch": setup.batch_shape.microbatch,
         "parameters": setup.model.count(),
         "attention": str(attention),
-        # Whether kernels hide the products of attention, and those of routed experts: cuDNN says what it multiplies.
+        # Whether kernels hide the FLOPs of attention, and of routed experts; cuDNN calls list their dimensions.
         "kernels": [attention.backend.name == "tokamax", request["target"] == "cuda"],
         "device_kind": devices[0].device_kind,
         "version": jax.__version__,
@@ -93,7 +93,7 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def compile_only_devices(request: dict[str, Any]) -> list[Any]:
-    """Devices that can be compiled for and nothing else; raises ConfigError where a package is missing."""
+    """Devices that exist only for compilation; raises ConfigError if a package is missing."""
     import jax
     from jax.experimental import topologies
 
@@ -105,16 +105,18 @@ def compile_only_devices(request: dict[str, Any]) -> list[Any]:
         _load_cuda_plugin(Path(request["packages"]))
         keys = {"platform": "cuda", "topology_name": "described", "topology": request["topology"]}
         keys["target_config"] = request["target_text"]
-        told = "cluster.target"
+        setting = "cluster.target"
     else:
         if find_spec("libtpu") is None:
             raise ConfigError("compiling for TPUs needs libtpu, which is not installed: pip install libtpu into .venv")
         keys = {"platform": "tpu", "topology_name": request["topology"]}
-        told = f"topology {request['topology']}"
+        setting = f"topology {request['topology']}"
     try:
         return list(topologies.get_topology_desc(**keys).devices)
-    except Exception as error:  # whatever the plugin raises is about what it was told
-        raise ConfigError(f"{told}: the compiler does not accept this target: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # any exception of the plugin is about this setting
+        raise ConfigError(
+            f"{setting}: the compiler does not accept this target: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _load_cuda_plugin(packages: Path) -> None:
@@ -139,18 +141,18 @@ def _load_cuda_plugin(packages: Path) -> None:
         )
 
 
-def _ask_of(device: Any) -> None:
-    """Attention kernels ask the devices at hand what they can do: here they are told of the described one."""
+def _set_attention_device(device: Any) -> None:
+    """Make attention kernels query the described device instead of the devices of this process."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
     from jax.extend import backend
 
     def version(text: str) -> tuple[int, ...]:
         return tuple(map(int, text.split(".")))
 
-    own = version(device.compute_capability)
+    capability = version(device.compute_capability)
     backend.get_default_device = lambda: device
-    cudnn.check_compute_capability = lambda least: own >= version(least)
-    cudnn.is_cuda_compute_capability_equal = lambda other: own == version(other)
+    cudnn.check_compute_capability = lambda least: capability >= version(least)
+    cudnn.is_cuda_compute_capability_equal = lambda other: capability == version(other)
     cudnn.check_cudnn_version = lambda: CUDNN_VERSION
 
 

@@ -280,7 +280,7 @@ def test_a_compiler_that_aborts_is_told_in_one_message(tmp_path: Path, monkeypat
     )
     request = make_request(config, None, "cuda") | {"folder": str(tmp_path)}
     with pytest.raises(
-        ConfigError, match=r"the compiler (ended|was ended) .* for 64 devices \(8x1x8\); it said:\n  \S"
+        ConfigError, match=r"the compiler (ended|was ended) .* for 64 devices \(8x1x8\); its last messages:\n  \S"
     ):
         run_worker(request, 100)
     assert strays() == []

@@ -60,11 +60,11 @@ from jaxtrain.ops import context
 from jaxtrain.ops.blocks import TokenPositions
 from jaxtrain.ops.kernels import MOSAIC, ScoreOptions
 from jaxtrain.program.compile import make_request
-from jaxtrain.program.worker import _ask_of, compile_only_devices
+from jaxtrain.program.worker import _set_attention_device, compile_only_devices
 
 config = load_config("llama3_8b_128k.yaml")
 devices = compile_only_devices(make_request(config, None, "cuda"))
-_ask_of(devices[0])
+_set_attention_device(devices[0])
 mesh, rules = Mesh(np.array(devices).reshape(8, 1, 1, 8, 1), AXES), resolve_rules(RulesConfig())
 
 def total(q, k, v, places):
