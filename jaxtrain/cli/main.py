@@ -78,7 +78,7 @@ def help_of(name: str) -> str:
 
 
 def shipped_configs() -> str:
-    """The shipped configurations that name a whole run, wrapped at 80 columns."""
+    """The names of the shipped configurations, wrapped at 80 columns."""
     names = sorted(path.stem for path in CONFIG_ROOT.glob("*.yaml"))
     text = textwrap.fill(", ".join(names), 78, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return f"shipped configurations:\n{text}\n"

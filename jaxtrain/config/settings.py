@@ -135,7 +135,7 @@ class TrainConfig(Section):
     loss: str = "cross_entropy"
     """Loss of the scored tokens: cross_entropy, or one that user code registered in jaxtrain.LOSSES."""
     metrics: list[str] = []
-    """Further metrics of each step, registered in jaxtrain.METRICS; rows hold their means over scored tokens."""
+    """Additional metrics of each step, registered in jaxtrain.METRICS; rows hold their means over scored tokens."""
     sample_prompt: str = "def "
     """Prompt of the sample generated at the end of the run; empty for none."""
     sample_tokens: PositiveInt = 96
