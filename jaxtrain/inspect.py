@@ -83,19 +83,18 @@ class Inspection:
     @cached_property
     def parameters(self) -> list[dict[str, Any]]:
         """One row for each parameter: path, shape, names, specs, reason of each dimension, local shape, bytes."""
-        specs = {part: flatten_paths(tree) for part, tree in self.layout.parts.items()}
-        size = Precision(self.config.precision).compute.itemsize
+        size, sizes = Precision(self.config.precision).compute.itemsize, self.topology.sizes
         return [
             {
                 "path": path,
                 "shape": list(param.shape),
                 "names": list(param.names),
-                **{f"{part}_spec": _spec_lists(specs[part][path]) for part in PARTS},
+                **{f"{part}_spec": _spec_lists(spec) for part, spec in specs.items()},
                 "dimensions": [_reason_dict(reason) for reason in self.layout.resolved[path].reasons],
-                "local_shape": list(local_shape(param.shape, specs["weights"][path], self.topology.sizes)),
-                "bytes": size * math.prod(local_shape(param.shape, specs["weights"][path], self.topology.sizes)),
+                "local_shape": list(local_shape(param.shape, specs["weights"], sizes)),
+                "bytes": bytes_per_device(param, specs["weights"], sizes, size),
             }
-            for path, param in flatten_paths(self.params).items()
+            for path, (param, specs) in self.layout.by_path(self.params).items()
         ]
 
     @cached_property

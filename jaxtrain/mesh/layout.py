@@ -53,6 +53,14 @@ class Layout:
         trees = (self.weights, self.master_params, self.gradients, self.optimizer)
         return dict(zip(PARTS, trees, strict=True))
 
+    def by_path(self, params: Tree) -> dict[str, tuple[Param, dict[str, PartitionSpec]]]:
+        """Path -> (parameter, spec of each of PARTS), for a tree of Param."""
+        specs = {part: flatten_paths(tree) for part, tree in self.parts.items()}
+        return {
+            path: (param, {part: flat[path] for part, flat in specs.items()})
+            for path, param in flatten_paths(params).items()
+        }
+
     def optimizer_specs(self, abstract_state: Tree, params: Tree) -> Tree:
         """Spec of every leaf of an optax state (arrays or ShapeDtypeStructs) over a tree of Param.
 

@@ -15,7 +15,6 @@ from jaxtrain.program.timeline import LayerTimeline
 
 JSON_KEYS = {"bytes_sent": "wire", "inserted_resharding": "inventions"}
 """Fields whose key in the JSON output is an older name: keys of the output stay."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.program.report import GIB, ProgramReport
+from jaxtrain.program.report import ProgramReport
 from jaxtrain.program.timeline import LayerTimeline
 from jaxtrain.report.compiled import (
     BUFFER_HEADS,
@@ -122,7 +122,7 @@ def memory_svg(report: ProgramReport) -> str:
             x = PAGE_WIDTH * marked / whole
             out.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="4" y2="{y - 10}" stroke="#222" stroke-width="1.5"/>')
             anchor = "end" if x > PAGE_WIDTH / 2 else "start"
-            out.append(f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{name} {marked / GIB:.2f} GiB</text>')
+            out.append(f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{name} {gib(marked)} GiB</text>')
     return _svg(90, out)
 
 

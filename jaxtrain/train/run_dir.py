@@ -8,7 +8,6 @@ from typing import Any
 
 from jaxtrain.config import Axis, ConfigError, RunConfig, diff_configs, dump_config, load_config, to_tree
 from jaxtrain.data import Corpus
-from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.files import write_atomic
 from jaxtrain.train.resolve import Bound
@@ -111,10 +110,9 @@ def read_summary(directory: Path) -> dict[str, Any] | None:
 
 def describe_sharding(bound: Bound) -> dict[str, Any]:
     """The content of `sharding.json`: mesh, devices and the PartitionSpecs of every parameter."""
-    specs = {part: flatten_paths(tree) for part, tree in bound.layout.parts.items()}
     parameters = {
-        path: {"shape": param.shape, "names": param.names, **{part: str(flat[path]) for part, flat in specs.items()}}
-        for path, param in flatten_paths(bound.model.params).items()
+        path: {"shape": param.shape, "names": param.names, **{part: str(spec) for part, spec in specs.items()}}
+        for path, (param, specs) in bound.layout.by_path(bound.model.params).items()
     }
     return {
         "mesh": bound.topology.sizes,

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import PrecisionConfig
-from jaxtrain.mesh.layout import Layout
+from jaxtrain.mesh.layout import Layout, bytes_per_device
 from jaxtrain.nn.model import Model
 from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_zero
@@ -87,12 +87,6 @@ def state_from_params(
 
 def state_bytes_per_device(abstract: TrainState) -> dict[str, int]:
     """Bytes that one device holds of each part of the state."""
-
-    def local(leaf: jax.ShapeDtypeStruct) -> int:
-        shape = leaf.sharding.shard_shape(leaf.shape)  # type: ignore[union-attr]
-        size = leaf.dtype.itemsize
-        for dim in shape:
-            size *= dim
-        return size
-
-    return {name: sum(local(leaf) for leaf in jax.tree.leaves(part)) for name, part in abstract.items()}
+    sizes = jax.tree.leaves(abstract)[0].sharding.mesh.shape
+    specs = {name: jax.tree.map(lambda leaf: leaf.sharding.spec, part) for name, part in abstract.items()}
+    return {name: bytes_per_device(part, specs[name], sizes) for name, part in abstract.items()}
