@@ -152,3 +152,19 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
         text = page.read_text(encoding="utf-8")
         assert not re.findall(r'(?:src|<link[^>]+href)="(?:https?:)?//[^"]+"', text), page.name
         assert "<!-- generated" not in text
+
+
+def test_the_library_page_runs(tmp_path, monkeypatch):
+    from jaxtrain.api import METRICS, SOURCES
+
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    try:
+        for param in blocks("python", [ROOT / "docs" / "library.md"]):
+            exec(compile(param.values[0], "docs/library.md", "exec"), scope)
+    finally:
+        SOURCES.unregister("counting")
+        METRICS.unregister("label_mean")
+    assert scope["summary"]["steps"] == 4
+    rows = (tmp_path / "runs" / "counting" / "metrics.jsonl").read_text().splitlines()
+    assert "label_mean" in rows[0] and "embedding_norm" in rows[1]
