@@ -27,16 +27,16 @@ def test_auto_is_tokamax_with_windows_that_differ_and_a_soft_cap():
     assert report.unknown == ()
 
 
-def test_cudnn_where_rows_hold_one_document():
+def test_cudnn_if_sequences_hold_one_document():
     report = compile_for(replace(BASE, "attention.backend=cudnn", "data.packing=none"), "h100_8x8", 16)
     assert any(note.startswith("attention: cudnn (") for note in report.notes), report.notes
-    # Its FLOPs stand in the text: two products forward, five backward, of whole score matrices.
+    # Its FLOPs are in the text: two products forward, five backward, of whole score matrices.
     passes = "ops/kernels.py", "ops/residuals.py"
     attention = sum(n for source, n in report.flops.by_source.items() if any(each in source for each in passes))
-    assert attention == 2 * 4 * 7 * 2 * 512 * 512 * 64  # layers x rows x products x a head's scores
+    assert attention == 2 * 4 * 7 * 2 * 512 * 512 * 64  # layers x sequences x products x a head's scores
     assert report.unknown == ()
 
 
-def test_what_no_kernel_can_do_is_refused_before_anything_is_compiled():
+def test_an_unsupported_kernel_is_refused_before_compilation():
     with pytest.raises(ConfigError, match=r"attention\.backend cudnn cannot.*packed row.*can: dense, tokamax, xla"):
         compile_for(replace(BASE, "attention.backend=cudnn"), "h100_8x8", 16)

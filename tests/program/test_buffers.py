@@ -65,9 +65,9 @@ allocation 1: size 2208, preallocated-temp:
 """
 
 
-def test_each_buffer_is_led_back_to_what_made_it() -> None:
+def test_each_buffer_is_traced_to_the_operation_that_made_it() -> None:
     peak = find_peak(REPORT, ASSIGNMENT, read_program(module(ENTRY, LOOP)))
-    # `early` is gone by then, `shared` lies in the place of loop{1} and counts once.
+    # `early` is gone by then, `shared` has the address of loop{1} and counts once.
     assert peak.bytes == 2608
     assert peak.buffers == (
         Buffer("all-gather.7", 1600, "f32[400]", "jit(f)/w", ("f.py:5",), "start"),
@@ -84,7 +84,7 @@ def test_another_file_is_an_error() -> None:
 
 
 def test_the_report_of_this_version_is_read(tmp_path: Path) -> None:
-    """On CPU, from a process of its own: an argument, two products and the result are 4 MB each."""
+    """On CPU, in a separate process: an argument, two products and the result are 4 MB each."""
     script = """if True:
         import jax, jax.numpy as jnp, pathlib, sys
         def f(x):

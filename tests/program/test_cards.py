@@ -1,4 +1,4 @@
-"""Target texts: what they say is what the table, the cluster and the peak say; users bring their own."""
+"""Target texts agree with the table, the cluster and the peak; users can bring their own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def number(text: str, name: str) -> float:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_a_cluster_says_all_that_compiling_needs(name: str) -> None:
+def test_a_cluster_has_all_that_compiling_needs(name: str) -> None:
     cluster = named_cluster(name)
     assert cluster.device in CARDS and cluster.domain_gb_per_s and cluster.network_gb_per_s
     assert cluster.domain_gb_per_s > 5 * cluster.network_gb_per_s
@@ -56,10 +56,10 @@ def test_rates_multiply_to_the_published_peaks(name: str) -> None:
     )  # type: ignore[operator]
 
 
-def test_own_target_text_and_its_absence(tmp_path: Path) -> None:
+def test_a_target_file_and_its_absence(tmp_path: Path) -> None:
     (tmp_path / "card.pbtxt").write_text("gpu_device_info { core_count: 7 }")
-    own = ClusterConfig(device="New", target=str(tmp_path / "card.pbtxt"))
-    assert cluster_target(own) == "gpu_device_info { core_count: 7 }"
+    cluster = ClusterConfig(device="New", target=str(tmp_path / "card.pbtxt"))
+    assert cluster_target(cluster) == "gpu_device_info { core_count: 7 }"
     with pytest.raises(ConfigError, match=r"not a known card.*gpu_target_config.pbtxt"):
         cluster_target(ClusterConfig(device="New"))
     with pytest.raises(ConfigError, match=r"cluster\.memory_gb is null"):

@@ -39,7 +39,7 @@ def test_axes_are_those_of_the_mesh() -> None:
 
 
 def compiled(f: object, *shapes: tuple[int, ...], mesh: tuple[int, ...] = (2, 4)) -> Program:
-    """`f` of shards of its arguments, cut along the first dimension over both axes, manual over 'a' and 'b'."""
+    """`f` in a shard_map over 'a' and 'b', its arguments sharded along the first dimension over both."""
     grid = Mesh(np.array(jax.devices()).reshape(mesh), ("a", "b"))
     body = jax.shard_map(f, mesh=grid, in_specs=P(("a", "b")), out_specs=P(("a", "b")), check_vma=False)  # type: ignore[arg-type]
     arguments = [jnp.ones(shape) for shape in shapes]
@@ -71,7 +71,7 @@ PERMUTE = [(0, 1), (1, 2), (2, 3), (3, 0)]
 def test_kind_bytes_calls_and_axes(
     body: object, kind: str, payload: int, bytes_sent: int, axes: tuple[str, ...]
 ) -> None:
-    """x [16, 64] float32 on each of 2 x 4 devices, 4,096 bytes, in a scan of 5; wire by the ring formulas."""
+    """x [16, 64] float32 on each of 2 x 4 devices, 4,096 bytes, in a scan of 5; bytes sent by the ring formulas."""
     program = compiled(in_a_scan(body, 5), (128, 64))
     assert program.unknown == () and unread_collectives(program) == ()
     [one] = read_collectives(program, FLAT, LINKS)
@@ -166,24 +166,24 @@ PRODUCT = """%product (x: f32[100,50], y: f32[50,200]) -> f32[100,200] {
 GROUPS = "replica_groups=[2,4]<=[8]"
 SYNC = '"collective_backend_config":{"is_sync":true}'
 STARTS = {
-    "plain": ("(f32[100,50], f32[400,50]) all-gather-start(%a), dimensions={0}, GROUPS", "all-gather-done"),
+    "tuple": ("(f32[100,50], f32[400,50]) all-gather-start(%a), dimensions={0}, GROUPS", "all-gather-done"),
     "sugar": ("((f32[100,50]), f32[400,50]) all-gather-start(%a), dimensions={0}, GROUPS", "all-gather-done"),
     "async": ("((f32[100,50]), f32[400,50], u32[]) async-start(%a), calls=%wrapped", "async-done"),
     "fused": ("((f32[100,50]), f32[400,50], u32[]) fusion-start(%a), kind=kCustom, calls=%wrapped", "fusion-done"),
 }
 
 
-def overlap(way: str) -> str:
-    start, done = STARTS[way]
+def overlap(form: str) -> str:
+    start, done = STARTS[form]
     entry = OVERLAP.replace("START", start).replace("DONE", done).replace("GROUPS", GROUPS)
     return module(entry, PRODUCT.replace("GROUPS", GROUPS))
 
 
-@pytest.mark.parametrize("way", STARTS)
+@pytest.mark.parametrize("form", STARTS)
 @pytest.mark.parametrize(("peak", "covered"), [(6e6 / 0.15e-6, 1.0), (6e6 / 0.075e-6, 0.5), (1e30, 0.0)])
-def test_matmuls_between_start_and_done_cover_the_transfer(way: str, peak: float, covered: float) -> None:
-    """80,000 bytes gathered by 4: 60,000 on the wire, 0.15 us at 400 GB/s, under 6 MFLOP of work."""
-    [one] = collective(overlap(way), links=dataclasses.replace(LINKS, peak=peak))
+def test_matmuls_between_start_and_done_cover_the_transfer(form: str, peak: float, covered: float) -> None:
+    """80,000 bytes gathered by 4: 60,000 are sent, 0.15 us at 400 GB/s, under 6 MFLOP of work."""
+    [one] = collective(overlap(form), links=dataclasses.replace(LINKS, peak=peak))
     assert (one.kind, one.calls, one.payload, one.bytes_sent) == ("all-gather", 1, 80_000, 60_000)
     assert one.asynchronous and one.flops_between == 6_000_000
     assert one.seconds == pytest.approx(0.15e-6)
@@ -260,11 +260,11 @@ def test_a_ragged_exchange_counts_the_buffer_it_sends() -> None:
     assert (one.kind, one.payload, one.bytes_sent, one.dtypes) == ("ragged-all-to-all", 1024, 768, ("bf16",))
 
 
-def test_the_proof_names_the_groups_of_a_torn_placement() -> None:
+def test_the_proof_names_the_groups_that_span_domains() -> None:
     found = collective(reduce_over("{{0,1,2,3},{4,5,6,7}}"))
     assert prove_tight(found, DOMAIN).holds
-    torn = np.array([0, 0, 0, 1, 1, 1, 0, 1]).reshape(DOMAIN.shape)
-    proof = prove_tight(collective(reduce_over("{{0,1,2,3},{4,5,6,7}}"), torn), torn)
+    spanning = np.array([0, 0, 0, 1, 1, 1, 0, 1]).reshape(DOMAIN.shape)
+    proof = prove_tight(collective(reduce_over("{{0,1,2,3},{4,5,6,7}}"), spanning), spanning)
     assert not proof.holds
     assert [(one.name, groups) for one, groups in proof.guilty] == [("r", ((0, 1, 2, 3), (4, 5, 6, 7)))]
     half = np.array([0, 0, 0, 0, 1, 1, 2, 2]).reshape(DOMAIN.shape)
@@ -273,14 +273,14 @@ def test_the_proof_names_the_groups_of_a_torn_placement() -> None:
 
 
 def test_groups_over_data_and_tensor_are_judged_by_their_tensor_parts() -> None:
-    """A norm over all devices is no tensor traffic; a large tensor over both leaves the domain, and is said so."""
+    """A norm over all devices is no tensor traffic; a large tensor over both spans domains and is reported."""
     everything = "{{0,1,2,3,4,5,6,7}}"
     norm, large = (collective(reduce_over(everything, shape)) for shape in ("f32[5]", "f32[1000]"))
     assert prove_tight(norm, DOMAIN) == module_under_test.DomainProof(True, (), ())
     assert prove_tight(large, DOMAIN) == module_under_test.DomainProof(True, (), large)
-    torn = DOMAIN.ravel()[[0, 1, 2, 4, 3, 5, 6, 7]].reshape(DOMAIN.shape)
-    assert not prove_tight(collective(reduce_over(everything), torn), torn).holds
-    assert prove_tight(collective(reduce_over("{{0,4},{1,5},{2,6},{3,7}}"), torn), torn).holds
+    spanning = DOMAIN.ravel()[[0, 1, 2, 4, 3, 5, 6, 7]].reshape(DOMAIN.shape)
+    assert not prove_tight(collective(reduce_over(everything), spanning), spanning).holds
+    assert prove_tight(collective(reduce_over("{{0,4},{1,5},{2,6},{3,7}}"), spanning), spanning).holds
 
 
 def reductions(*lines: str) -> list[str]:
@@ -310,8 +310,8 @@ def test_what_counts_as_a_gradient() -> None:
 
 def real_step(preset: str, microbatches: int) -> tuple[Reductions, int]:
     """Gradient reductions of the real step on 8 simulated devices, and its number of parameters."""
-    rows = {"global_batch": 8 * microbatches, "microbatch": 1}
-    setup = setup_of(config_of(rules={"preset": preset}, train=rows))
+    batch = {"global_batch": 8 * microbatches, "microbatch": 1}
+    setup = setup_of(config_of(rules={"preset": preset}, train=batch))
     assert setup.batch_shape.accumulation == microbatches
     program = read_program(compile_step(setup.step, setup.abstract, setup.abstract_batch).as_text())
     assert program.unknown == ()
@@ -328,7 +328,7 @@ def test_accumulation_adds_no_gradient_reduction(preset: str) -> None:
     assert 4 * count <= eight.bytes <= one.bytes <= 4 * count + 1024
 
 
-def test_under_fsdp_each_microbatch_reduces_and_this_is_seen() -> None:
+def test_under_fsdp_each_microbatch_reduces_and_is_counted() -> None:
     eight, count = real_step("fsdp", 8)
     assert eight.bytes >= 8 * 4 * count
 

@@ -27,17 +27,17 @@ from jaxtrain.program.report import ProgramReport
 from jaxtrain.report.compiled import compiled_diff_rows, print_compiled, proof_lines
 from jaxtrain.report.page import page
 
-LAYERS, D, F, V, L, ROWS = 3, 256, 1024, 1024, 256, 64
+LAYERS, D, F, V, L, SEQUENCES = 3, 256, 1024, 1024, 256, 64
 BASE = validate(
     {
         "model": {"vocab_size": V, "d_model": D, "n_layers": LAYERS, "n_heads": 8, "d_ff": F, "max_seq_len": L},
         "data": {"seq_len": L, "tokenizer": {"vocab_size": V}},
-        "train": {"global_batch": ROWS},
+        "train": {"global_batch": SEQUENCES},
         "precision": {"compute": "bfloat16"},
         "remat": {"policy": "full"},
         "mesh": {"data": 8, "tensor": 8},
         "rules": {"preset": ["fsdp", "tensor_sequence"], "replicated_limit": 10**9},
-        "attention": {"backend": "dense"},  # the FLOPs of a kernel do not stand in the program
+        "attention": {"backend": "dense"},  # the FLOPs of a kernel are not in the program
     }
 )
 SMALL = replace(BASE, "model.n_layers=1", "mesh.data=16", "mesh.tensor=1", "remat.policy=none")
@@ -68,8 +68,8 @@ def report() -> ProgramReport:
 
 
 def test_flops_are_those_of_a_hand_count(report: ProgramReport) -> None:
-    """Full remat runs forward, forward again and backward (twice), save what the second forward need not give."""
-    positions = ROWS * L / 64
+    """Full remat: forward, forward again without its last output, and backward (two products each)."""
+    positions = SEQUENCES * L / 64
     attention, up, down = 4 * D * D, 2 * D * F, F * D
     scores = 2 * L * D  # both products, a multiply and an add being counted below
     layer = 4 * (attention + up + scores) + 3 * down
@@ -80,11 +80,11 @@ def test_flops_are_those_of_a_hand_count(report: ProgramReport) -> None:
     assert report.flops.opaque == ()
 
 
-def test_memory_is_the_state_and_what_lives_beside_it(report: ProgramReport) -> None:
+def test_memory_is_the_state_and_temporaries(report: ProgramReport) -> None:
     memory = report.memory
     # Master and two moments in float32, each over all 64 devices; norms are sharded over data alone.
     whole = 3 * 4 * report.parameters / 64
-    assert whole < memory.arguments < 1.2 * whole + 4 * 4 * ROWS * L / 8
+    assert whole < memory.arguments < 1.2 * whole + 4 * 4 * SEQUENCES * L / 8
     assert memory.arguments < memory.peak < memory.arguments + memory.temporaries + 2**20
     assert memory.card == 80e9 and memory.fits and memory.spare == 80e9 - memory.peak and memory.host == 0
     sizes = [one.bytes for one in memory.largest]
@@ -94,7 +94,7 @@ def test_memory_is_the_state_and_what_lives_beside_it(report: ProgramReport) -> 
     assert any("jaxtrain/ops/" in one.source for one in memory.largest)
 
 
-def test_tensor_groups_lie_inside_nodes_and_data_groups_do_not(report: ProgramReport) -> None:
+def test_tensor_groups_are_inside_nodes_and_data_groups_are_not(report: ProgramReport) -> None:
     assert report.proof.holds and proof_lines(report)[0] == "tensor and expert groups inside a domain: yes"
     for one in report.collectives:
         for group in one.groups if one.axes == ("tensor",) else ():
@@ -176,19 +176,19 @@ def test_accumulation_reduces_gradients_no_more_often(preset: str, target: Liter
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("cuda", marks=pytest.mark.prove)])
-def test_a_torn_placement_is_proved_torn_and_named(target: Literal["cuda", "cpu"]) -> None:
-    torn = small(
+def test_a_group_that_spans_domains_is_found_and_named(target: Literal["cuda", "cpu"]) -> None:
+    spanning = small(
         "rules.preset=[tensor]", "mesh.data=1", "mesh.tensor=16", "mesh.allow_cross_domain=[tensor]",
         "model.n_heads=16",
         target=target,
     )  # fmt: skip
-    assert not torn.proof.holds
-    lines = proof_lines(torn)
+    assert not spanning.proof.holds
+    lines = proof_lines(spanning)
     assert lines[0] == "tensor and expert groups inside a domain: no"
     assert "the first 0-15 in domains 0, 1" in lines[1]
 
 
-def test_cpu_target_agrees_on_work_and_says_how_far_off_it_is() -> None:
+def test_cpu_target_agrees_on_work_and_notes_its_error() -> None:
     gpu, cpu = (accumulated("zero2", 1, target) for target in ("cuda", "cpu"))  # type: ignore[arg-type]
     assert cpu.flops.executed == pytest.approx(gpu.flops.executed, rel=0.02)
     assert not cpu.memory.exact and cpu.memory.arguments == pytest.approx(gpu.memory.arguments, rel=0.01)
@@ -248,7 +248,7 @@ def test_a_value_that_only_the_gpu_compiler_refuses() -> None:
         small("xla.xla_gpu_collective_domain_assignment=nonsense")
 
 
-def test_a_missing_package_is_named_with_its_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_its_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plan, "PLAN_PACKAGES", tmp_path)
     with pytest.raises(ConfigError, match=r"run make setup-plan .* or use --target cpu"):
         small()
@@ -272,7 +272,7 @@ def test_two_configurations_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
     assert "train.global_batch" in printed and "executed TFLOP" in printed and "gradient reductions" in printed
 
 
-def test_a_compiler_that_aborts_is_told_in_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_aborts_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flag that XLA does not know ends the process."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     config = replace(SMALL, "mesh.data=64", "rules.preset=[ddp]").model_copy(

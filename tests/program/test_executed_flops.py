@@ -34,7 +34,7 @@ def test_batched_products_in_a_loop(sizes: list[int], trips: int) -> None:
     assert flops_of(f, jnp.ones((b, m, k, j)), jnp.ones((b, k, j, n))).total == trips * 2 * b * m * n * k * j
 
 
-def test_each_device_counts_its_own_share() -> None:
+def test_each_device_counts_its_share() -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("a")))
     w = jax.ShapeDtypeStruct((32, 48), jnp.float32, sharding=NamedSharding(mesh, P(None, "b")))
@@ -52,7 +52,7 @@ def test_a_convolution(order: str, shape: tuple[int, ...]) -> None:
     assert flops_of(f, jnp.ones((2, 16, 16, 6)), jnp.ones(shape)).total == 2 * (2 * 14 * 12 * 8) * (3 * 5 * 3)
 
 
-def test_a_conditional_counts_its_dearest_branch() -> None:
+def test_a_conditional_counts_its_most_expensive_branch() -> None:
     def f(x: jax.Array, n: jax.Array) -> jax.Array:
         return jax.lax.switch(n, [lambda x: x @ x, jnp.tanh, lambda x: x @ x @ x @ x], x)
 
@@ -112,13 +112,13 @@ def test_a_kernel_of_unknown_work_is_reported_and_not_guessed() -> None:
 @pytest.mark.parametrize(
     ("shape", "attributes", "flops"),
     [
-        # 64 rows in 4 groups, each times its own [32, 48]
+        # 64 tokens in 4 groups, each group with another [32, 48]
         ("f32[64,48]", "lhs_contracting_dims={1}, rhs_contracting_dims={1}, lhs_ragged_dims={0}", 2 * 64 * 32 * 48),
-        # the weight gradient: 4 groups share the 64 rows
+        # the weight gradient: 4 groups share the 64 tokens
         ("f32[4,32,40]", "lhs_contracting_dims={0}, rhs_contracting_dims={0}, lhs_ragged_dims={0}", 2 * 64 * 32 * 40),
     ],
 )
-def test_ragged_products_do_the_work_of_their_rows_once(shape: str, attributes: str, flops: int) -> None:
+def test_ragged_products_count_their_tokens_once(shape: str, attributes: str, flops: int) -> None:
     text = module(f"""
         %x = f32[64,32] parameter(0)
         %w = f32[4,32,48] parameter(1)
@@ -130,16 +130,16 @@ def test_ragged_products_do_the_work_of_their_rows_once(shape: str, attributes: 
 
 
 def test_llama_8b_executes_what_a_hand_counts() -> None:
-    """Full remat: every product of a layer once more, save the last one, whose result the backward does not need."""
+    """Full remat: every product of a layer once more, except the last one, whose result the backward does not need."""
     layers, d, ff, heads, kv, width, vocabulary = 32, 4096, 14336, 32, 8, 128, 128256
-    rows, length = 64, 4096
+    sequences, length = 64, 4096
     projections = d * heads * width + 2 * d * kv * width + heads * width * d + 3 * d * ff
     scores = 2 * heads * width * length
     a_layer = 2 * (projections + scores)
     a_token = layers * (4 * a_layer - 2 * d * ff) + 3 * 2 * d * vocabulary
-    by_hand = rows * length * a_token
+    by_hand = sequences * length * a_token
     counted = count_flops(llama())
     assert counted.opaque == ()
     assert math.isclose(64 * counted.total, by_hand, rel_tol=1e-2)
     assert 64 * counted.total == by_hand
-    assert counted.by_source["jaxtrain/ops/attention.py:33"] * 64 == layers * rows * length * 4 * scores
+    assert counted.by_source["jaxtrain/ops/attention.py:33"] * 64 == layers * sequences * length * 4 * scores

@@ -67,7 +67,7 @@ AXES = ("p", "q", "r")
 @pytest.mark.parametrize("axes", [axes for n in (1, 2, 3) for axes in combinations(AXES, n)])
 @pytest.mark.parametrize("order", [range(8), (0, 4, 1, 5, 2, 6, 3, 7)])
 def test_groups_are_those_that_run(axes: tuple[str, ...], order: range | tuple[int, ...]) -> None:
-    """Place p holds 2^p; the sum over a group tells who was in it."""
+    """Partition p holds 2^p; the sum over a group identifies its members."""
     mesh = Mesh(np.array(jax.devices())[list(order)].reshape(2, 2, 2), AXES)
     f = jax.shard_map(lambda x: jax.lax.psum(x, axes), mesh=mesh, in_specs=P(AXES), out_specs=P(AXES), check_vma=False)
     powers = (2.0 ** np.arange(8)).astype(np.float32)
@@ -94,8 +94,8 @@ def nested(x: jax.Array) -> jax.Array:
 def test_trip_counts_multiply_and_the_source_line_is_found() -> None:
     program = read_program(jax.jit(nested).lower(jnp.ones((16, 16))).compile().as_text())
     assert program.unknown == ()
-    [(place, dot)] = [(c, one) for c, one in program.instructions() if one.kind == "dot"]
-    assert program.executions[place.name] == 15
+    [(computation, dot)] = [(c, one) for c, one in program.instructions() if one.kind == "dot"]
+    assert program.executions[computation.name] == 15
     lines, first = inspect.getsourcelines(nested)
     calls = ["c @ x", "lax.scan(inner", "lax.scan(outer"]
     expected = [f"{__file__}:{first + next(i for i, text in enumerate(lines) if call in text)}" for call in calls]
@@ -109,8 +109,8 @@ def test_a_loop_without_a_trip_count_counts_once_and_is_reported() -> None:
         return jax.lax.while_loop(lambda c: c.sum() < n, lambda c: c @ x, x)
 
     program = read_program(jax.jit(f).lower(jnp.ones((16, 16)), 3.0).compile().as_text())
-    [(place, _)] = [(c, one) for c, one in program.instructions() if one.kind == "dot"]
-    assert program.executions[place.name] == 1
+    [(computation, _)] = [(c, one) for c, one in program.instructions() if one.kind == "dot"]
+    assert program.executions[computation.name] == 1
     assert ["known trip count" in one.what for one in program.unknown] == [True]
 
 
@@ -139,7 +139,7 @@ PARAMETER = "%a = f32[4]{0} parameter(0)"
         ("ROOT %b = f32[4]{0} negate(%a", "instruction"),
     ],
 )
-def test_what_is_not_understood_is_reported(line: str, what: str) -> None:
+def test_unknown_lines_are_reported(line: str, what: str) -> None:
     program = read_program(module(f"{PARAMETER}\n{line}"))
     assert [one.what.startswith(what) for one in program.unknown] == [True], program.unknown
     assert "main" in program.unknown[0].where
@@ -158,7 +158,7 @@ def test_not_a_whole_compiled_module(text: str) -> None:
         read_program(text)
 
 
-def test_older_ways_of_printing() -> None:
+def test_older_formats() -> None:
     """Types before operands, no percent signs, source lines in the metadata, quoted JSON."""
     text = module(
         r"""a = f32[4,8]{1,0:T(8,128)S(5)} parameter(0)
@@ -176,7 +176,7 @@ def test_older_ways_of_printing() -> None:
     assert program.computations["main"].instructions[0].shapes[0].memory == 5
 
 
-def test_a_real_program_for_64_gpus_is_understood_whole() -> None:
+def test_a_real_program_for_64_gpus_is_read_without_unknowns() -> None:
     program = llama()
     assert program.unknown == ()
     assert (program.partitions, program.scheduled) == (64, True)

@@ -1,4 +1,4 @@
-"""Long rows compiled for 64 H100: what the ring hides, and what it holds."""
+"""Long sequences compiled for 64 H100: overlap and memory of the ring."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_transfer_of_the_loop_runs_beside_the_kernel(compiled: tuple[dict,
     assert sorted(loops) == [("bf16", packed)] * 3 + [("f32", packed)]
 
 
-def test_a_card_holds_its_part_of_a_row(compiled: tuple[dict, Program]) -> None:
+def test_a_device_holds_its_part_of_a_sequence(compiled: tuple[dict, Program]) -> None:
     answer, _ = compiled
     assert answer["sizes"] == {"data": 8, "pipe": 1, "tensor": 1, "seq": 8, "expert": 1}
     assert answer["memory"]["peak_memory_in_bytes"] < 80e9 / 4

@@ -37,7 +37,7 @@ def program_text(f: Callable[..., jax.Array], *specs: P) -> str:
     return jax.jit(f).lower(*shapes).compile().as_text() or ""
 
 
-def invented(f: Callable[..., jax.Array], *specs: P) -> list[tuple[str, str]]:
+def inserted(f: Callable[..., jax.Array], *specs: P) -> list[tuple[str, str]]:
     program = read_program(program_text(f, *specs))
     collectives = read_collectives(program, FLAT, LINKS)
     assert collectives
@@ -67,21 +67,21 @@ def shuffled(x: jax.Array) -> jax.Array:
 def test_resharding_that_nobody_asked_for_is_named_with_its_line(
     f: Callable[..., jax.Array], text: str, kind: str
 ) -> None:
-    """Rows change their place along a dimension that is cut, so that each shard's rows lie on other devices."""
-    assert invented(f, P("b")) == [(kind, line_of(f, text))]
+    """Rows move along a sharded dimension, to other devices."""
+    assert inserted(f, P("b")) == [(kind, line_of(f, text))]
 
 
 def test_constraints_and_hand_written_collectives_are_asked_for() -> None:
-    assert invented(lambda x: jnp.sin(cut(jnp.tanh(x), None, None)), P("b")) == []
+    assert inserted(lambda x: jnp.sin(cut(jnp.tanh(x), None, None)), P("b")) == []
 
     def by_hand(x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(jnp.tanh(x), "b").sum(0) + jax.lax.ppermute(jnp.sin(x), "b", [(0, 1), (1, 0)])
 
-    assert invented(jax.shard_map(by_hand, mesh=MESH, in_specs=P("b"), out_specs=P("b"), check_vma=False), P("b")) == []
+    assert inserted(jax.shard_map(by_hand, mesh=MESH, in_specs=P("b"), out_specs=P("b"), check_vma=False), P("b")) == []
 
 
 def real_step(**sections: dict[str, Any]) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """Collectives of the real step on 8 simulated devices, and those that are invented, over data alone."""
+    """Collectives of the real step on 8 simulated devices, and those that the partitioner inserted, over data alone."""
     setup = setup_of(config_of(**sections))
     program = read_program(compile_step(setup.step, setup.abstract, setup.abstract_batch).as_text())
     found = read_collectives(program, setup.topology.domain, LINKS)
@@ -90,27 +90,27 @@ def real_step(**sections: dict[str, Any]) -> tuple[tuple[Collective, ...], tuple
     )  # type: ignore[return-value]
 
 
-def test_gathering_stored_weights_is_no_invention() -> None:
+def test_gathering_stored_weights_is_asked_for() -> None:
     """Under fsdp x tensor on 4 x 2 devices each weight is gathered where it is used, in both scans of 4 layers."""
-    found, invented = real_step(rules={"preset": ["fsdp", "tensor"]}, mesh={"tensor": 2})
+    found, inserted_collectives = real_step(rules={"preset": ["fsdp", "tensor"]}, mesh={"tensor": 2})
     assert len([one for one in found if one.kind == "all-gather" and one.calls == 4]) >= 2 * 7
-    assert invented == []
+    assert inserted_collectives == []
 
 
-def test_gathering_new_weights_is_no_invention() -> None:
-    """Under zero1 in float32 the moments are cut and the weights are not: the update is gathered once."""
-    found, invented = real_step(rules={"preset": "zero1"})
+def test_gathering_new_weights_is_asked_for() -> None:
+    """Under zero1 in float32 the moments are sharded and the weights are not: new weights are gathered once."""
+    found, inserted_collectives = real_step(rules={"preset": "zero1"})
     assert len([one for one in found if one.kind == "all-gather" and one.calls == 1]) >= 1
-    assert invented == []
+    assert inserted_collectives == []
 
 
-def test_the_8b_step_invents_nothing() -> None:
+def test_the_8b_step_has_no_inserted_resharding() -> None:
     domain = np.repeat(np.arange(8), 8).reshape(8, 1, 8, 1, 1)
     assert inserted_resharding(llama(), read_collectives(llama(), domain, LINKS)) == ()
 
 
 def test_full_rematerialization_is_read_from_the_compilers_own_words() -> None:
-    """In a process of its own, without a cache: a cached program says nothing."""
+    """In a separate process without a cache: a cached program prints nothing."""
     script = f"from test_partitioner import *; print(program_text({shuffled.__name__}, P('b')))"
     environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(

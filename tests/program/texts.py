@@ -13,7 +13,7 @@ STORED = Path(__file__).parent.parent / "data" / "hlo"
 
 @cache
 def llama() -> Program:
-    """Llama-3 8B, 64 rows of 4,096, data 8 (fsdp) x tensor 8, full remat, compiled for 64 H100."""
+    """Llama-3 8B, 64 sequences of 4,096, data 8 (fsdp) x tensor 8, full remat, compiled for 64 H100."""
     return read_program(stored("llama3_8b_h100_fsdp8_tensor8.txt.gz"))
 
 
