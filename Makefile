@@ -75,7 +75,8 @@ report: .venv/ready-plan  ## measure the numbers of the documentation
 
 # The site opens from files: site/index.html.
 docs: .venv/ready-dev  ## build the documentation in site/
-	$(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 docs-plots: .venv/ready-$(ACCELERATOR)  ## draw the plots of the documentation
 	$(PY) tools/docs/plots.py
