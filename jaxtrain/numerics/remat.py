@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,63 +29,19 @@ DOTS = ("latent", "qkv", "attention_residual", "mlp_gate", "mlp_up", "router_log
 """Results of a block's matmuls: with them saved, only attention is recomputed among the matmuls."""
 
 
-@dataclass
-class _ResidualTape:
-    names: frozenset[str]
-    values: list[jax.Array]
-    restoring: bool
-
-
-_TAPE: ContextVar[_ResidualTape | None] = ContextVar("jaxtrain_residuals", default=None)
-
-
 def tag(x: jax.Array, name: str) -> jax.Array:
     """Name a value, so that a remat policy can save it."""
     assert name in NAMES, name
-    tape = _TAPE.get()
-    if tape is None or name not in tape.names:
-        return checkpoint_name(x, name)
-    if tape.restoring:
-        return _substitute(x, tape.values.pop(0))
-    tape.values.append(x)
-    return x
+    return checkpoint_name(x, name)
 
 
-@contextmanager
-def save_residuals(names: Iterable[str]) -> Iterator[list[jax.Array]]:
-    """While tracing, collect the tagged values of these names in the returned list."""
-    tape = _ResidualTape(frozenset(names), [], restoring=False)
-    token = _TAPE.set(tape)
-    try:
-        yield tape.values
-    finally:
-        _TAPE.reset(token)
+def save_named(fn: Callable[..., Any], remat: RematConfig) -> Callable[..., Any]:
+    """`fn` whose backward pass reads its inputs and the named values that the policy saves; the rest is recomputed.
 
-
-@contextmanager
-def restore_residuals(names: Iterable[str], values: Iterable[jax.Array]) -> Iterator[None]:
-    """While tracing, replace tagged values by those of `save_residuals`, in order; the originals become dead code."""
-    tape = _ResidualTape(frozenset(names), list(values), restoring=True)
-    token = _TAPE.set(tape)
-    try:
-        yield
-        assert not tape.values, "more residuals were saved than restored"
-    finally:
-        _TAPE.reset(token)
-
-
-@jax.custom_vjp
-def _substitute(x: jax.Array, value: jax.Array) -> jax.Array:
-    """`value`, which equals x; the cotangent goes to x."""
-    return value
-
-
-_substitute.defvjp(lambda x, value: (value, None), lambda _, cotangent: (cotangent, None))
-
-
-def residual_names(remat: RematConfig) -> tuple[str, ...]:
-    """Names that a policy saves in addition to the input of a segment, for backward passes written by hand."""
-    return {"dots": DOTS, "names": tuple(remat.names)}.get(remat.policy, ())
+    For a backward pass in another loop than the forward pass, as in a pipeline.
+    """
+    names = {"dots": DOTS, "names": tuple(remat.names)}.get(remat.policy, ())
+    return jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
 
 
 def names_of(model: ModelConfig) -> tuple[str, ...]:

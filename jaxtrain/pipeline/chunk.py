@@ -9,7 +9,7 @@ stack in a chunk, B sequences, L length, D model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from jaxtrain.config import RematConfig
 from jaxtrain.mesh.constraints import active_mesh
 from jaxtrain.nn.layers import BatchContext, BatchTotals
 from jaxtrain.nn.model import KEEP_ALL, Model
-from jaxtrain.numerics.remat import residual_names, restore_residuals, save_residuals
+from jaxtrain.numerics.remat import save_named
 from jaxtrain.pipeline.buffers import DEVICE_STORE, HOST_STORE, SlotStore, read_slot, write_slot
 from jaxtrain.pipeline.halves import Halves, halve
 from jaxtrain.pipeline.split import Loop, Segment, loops_of
@@ -232,26 +232,49 @@ class Chunk:
             index[stack] += 1
         return (x_BLD, objective), _concatenate_stats(reports)
 
+    def _segment_vjp(
+        self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: Flow
+    ) -> tuple[jax.Array, Tree, list[jax.Array], Callable[[Iterable[jax.Array]], Callable[..., Any]]]:
+        """Run a segment: (output, stats by stack, saved values, function of saved values -> the backward function).
+
+        The backward function of jax.vjp is a pytree. Some of its leaves are inputs of the segment, which the backward
+        pass supplies again; the others are the values that remat.policy saves.
+        """
+
+        @partial(save_named, remat=self.remat)
+        def run(part: StageState, x_BLD: jax.Array, flow: Flow) -> Any:
+            return self._run_layers(segment, part, x_BLD, flow)
+
+        def objective(weights: Tree, x_BLD: jax.Array) -> Any:
+            return run(part._replace(weights=weights), x_BLD, flow)
+
+        (y_BLD, _), pull, stats = jax.vjp(objective, part.weights, x_BLD, has_aux=True)
+        leaves, tree = jax.tree.flatten(pull)
+        inputs = {id(leaf) for leaf in jax.tree.leaves((part, x_BLD, flow))}
+        is_input = [id(leaf) in inputs for leaf in leaves]
+
+        def restore(saved: Iterable[jax.Array]) -> Callable[..., Any]:
+            values = iter(saved)
+            pull = [leaf if same else next(values) for leaf, same in zip(leaves, is_input, strict=True)]
+            return jax.tree.unflatten(tree, pull)
+
+        return y_BLD, stats, [leaf for leaf, same in zip(leaves, is_input, strict=True) if not same], restore
+
     def _forward_segment(
         self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: BatchContext
     ) -> tuple[jax.Array, list[jax.Array], Tree]:
         """(output, residuals, stats by stack)."""
-        with save_residuals(residual_names(self.remat)) as named:
-            (y_BLD, _), stats = self._run_layers(segment, part, x_BLD, flow)
-        return y_BLD, [x_BLD, *named], stats
+        y_BLD, stats, saved, _ = self._segment_vjp(segment, part, x_BLD, flow)
+        return y_BLD, [x_BLD, *saved], stats
 
     def _backward_segment(
         self, segment: Segment, inputs: BackwardInputs, cotangents: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, Tree]:
         """(cotangent of the input, gradient of the weights) from the cotangents of output and objective."""
-        state, flow, (x_BLD, *named) = inputs
-
-        def run(weights: Tree, x_BLD: jax.Array) -> Any:
-            return self._run_layers(segment, state._replace(weights=weights), x_BLD, flow)
-
-        with restore_residuals(residual_names(self.remat), named):
-            _, pull, _ = jax.vjp(run, state.weights, x_BLD, has_aux=True)
-        gradient, dx_BLD = pull((cotangents[0], cotangents[1].astype(jnp.float32)))
+        state, flow, (x_BLD, *saved) = inputs
+        # The forward pass is traced for the structure of its backward function; the compiler drops its operations.
+        *_, restore = self._segment_vjp(segment, state, x_BLD, flow)
+        gradient, dx_BLD = restore(saved)((cotangents[0], cotangents[1].astype(jnp.float32)))
         return dx_BLD, gradient
 
     def _halves(self, segment: Segment, inputs: BackwardInputs) -> Halves:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
@@ -24,6 +24,8 @@ _EXPENSIVE = (
     "dot_general", "ragged_dot", "conv_general", "scan", "while", "cond", "shard_map", "custom_call", "pallas_call",
     "gather", "scatter", "sort",
 )  # fmt: skip
+_CHECKPOINTS = ("remat2", "checkpoint")
+"""Names of the primitive of jax.checkpoint in releases of JAX."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Halves:
 def halve(backward: Callable[[Tree, Tree], tuple[Tree, Tree]], inputs: Tree, cotangents: Tree) -> Halves:
     """Split `backward`, traced for arguments with the shapes of `inputs` and `cotangents`."""
     closed, shapes = jax.make_jaxpr(backward, return_shape=True)(inputs, cotangents)
-    jaxpr = closed.jaxpr
+    jaxpr = _inline_checkpoints(closed.jaxpr)
     first_leaves, first_tree = jax.tree.flatten(shapes[0])
     second_tree = jax.tree.structure(shapes[1])
     firsts, seconds = jaxpr.outvars[: len(first_leaves)], jaxpr.outvars[len(first_leaves) :]
@@ -59,6 +61,34 @@ def halve(backward: Callable[[Tree, Tree], tuple[Tree, Tree]], inputs: Tree, cot
         return jax.tree.unflatten(second_tree, run_late(*jax.tree.leaves(inputs), *residuals))
 
     return Halves(input_half, weight_half)
+
+
+def _inline_checkpoints(jaxpr: Jaxpr) -> Jaxpr:
+    """The trace with the bodies of jax.checkpoint in place of its calls, whose equations can then be split.
+
+    Every inlined equation has new output variables: two calls may share one body.
+    """
+    values: dict[Any, Any] = {}
+    equations: list[JaxprEqn] = []
+
+    def read(v: Any) -> Any:
+        return v if isinstance(v, Literal) else values.get(v, v)
+
+    def inline(part: Sequence[JaxprEqn]) -> None:
+        for equation in part:
+            invars = [read(v) for v in equation.invars]
+            if equation.primitive.name in _CHECKPOINTS:
+                inner = equation.params["jaxpr"]
+                values.update(zip(inner.invars, invars, strict=True))
+                inline(inner.eqns)
+                values.update(zip(equation.outvars, map(read, inner.outvars), strict=True))
+            else:
+                outvars = [v if isinstance(v, DropVar) else Var(v.aval) for v in equation.outvars]
+                values.update(zip(equation.outvars, outvars, strict=True))
+                equations.append(equation.replace(invars=invars, outvars=outvars))
+
+    inline(jaxpr.eqns)
+    return jaxpr.replace(eqns=equations, outvars=[read(v) for v in jaxpr.outvars])
 
 
 def _dependencies(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[JaxprEqn]:
