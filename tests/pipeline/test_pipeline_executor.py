@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from runs import packed_rows, worst_relative_error
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.nn.model import Model, build
 from jaxtrain.ops.loss import cross_entropy
 from jaxtrain.pipeline.chunk import Chunk
@@ -113,3 +113,23 @@ def test_gradients_and_reports_of_layers(name: str, chunks: int) -> None:
         assert found["scored"] == sums["scored"] > 0
         np.testing.assert_allclose(found["objective"], sums["objective"], rtol=1e-5)
         np.testing.assert_allclose(found["loss"], sums["loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("remat", "widths"),
+    [
+        (RematConfig(policy="full"), [16]),
+        (RematConfig(policy="names", names=["attention_residual", "mlp_up"]), [16, 16, 24]),
+    ],
+)
+def test_residuals_are_the_input_and_the_named_values(remat: RematConfig, widths: list[int]) -> None:
+    """No weight, position or mask: a stage has them in its backward pass anyway."""
+    slots = SLOTS[1].astype(np.int32)
+    stages = Stages(slots, (LAYERS,) * slots.shape[2], MODEL.stacks)
+    params = MODEL.init(jax.random.key(0))
+    staged = {**params, LAYERS: jax.tree.map(partial(stages.to_stages, LAYERS), params[LAYERS])}
+    chunk = Chunk(MODEL, stages, staged, None, remat=remat)
+    state = jax.tree.map(lambda leaf: leaf[0], Pipeline(chunk, batch()).state)
+    fields = batch()["positions"][0], batch()["segments"][0]
+    (((*values,),),) = chunk.residual_shapes(state, jnp.zeros((2, 8, 16)), fields)
+    assert [value.shape for value in values] == [(3, 2, 8, width) for width in widths]
