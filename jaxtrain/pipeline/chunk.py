@@ -51,7 +51,7 @@ class BackwardInputs(NamedTuple):
     """Inputs of a segment's backward pass beside cotangents, available to both halves of a split one."""
 
     state: StageState
-    flow: BatchContext
+    context: BatchContext
     residuals: list[jax.Array]
     """The segment's input [B, L, D], then the values that remat.policy saves."""
 
@@ -87,7 +87,7 @@ class Chunk:
         # give infinities, and their zero cotangents NaN.
         return [x_BLD, *(jnp.where(slot >= 0, value, 0) for value in named)]
 
-    def _flow(self, positions_BL: jax.Array, segments_BL: jax.Array) -> BatchContext:
+    def _context(self, positions_BL: jax.Array, segments_BL: jax.Array) -> BatchContext:
         return self.model.context(self.weights, positions_BL, segments_BL, self.totals)
 
     def forward(
@@ -98,7 +98,7 @@ class Chunk:
 
         Residuals are written to `slot`, to none where it is -1. Without buffers none are saved.
         """
-        flow, written = self._flow(*fields), list[Any]()
+        context, written = self._context(*fields), list[Any]()
         reports: list[Tree] = []
         for i, loop in enumerate(self.loops):
 
@@ -107,9 +107,9 @@ class Chunk:
                 for j, segment in enumerate(loop.segments):
                     part = self._segment_state(state, chunk, segment, n)
                     if buffers is None:
-                        (x_BLD, _), stats = self._run_layers(segment, part, x_BLD, flow)
+                        (x_BLD, _), stats = self._run_layers(segment, part, x_BLD, context)
                     else:
-                        x_BLD, values, stats = self._forward_segment(segment, part, x_BLD, flow)
+                        x_BLD, values, stats = self._forward_segment(segment, part, x_BLD, context)
                         updated = [
                             self.slot_store.write(b, x, slot, n) for b, x in zip(buffers[j], values, strict=True)
                         ]
@@ -134,14 +134,14 @@ class Chunk:
         With buffers `weight_residuals` they are not computed; the inputs of `backward_weights` are written to
         `weight_slot` of these buffers instead, to none where it is -1.
         """
-        flow, written = self._flow(*fields), list[Any]()
+        context, written = self._context(*fields), list[Any]()
         for i, loop in reversed(list(enumerate(self.loops))):
 
             def iteration(carry: Any, n: jax.Array, i: int = i, loop: Loop = loop) -> tuple[Any, None]:
                 cotangent_BLD, gradients, buffers = carry
                 for j, segment in reversed(list(enumerate(loop.segments))):
                     part = self._segment_state(state, chunk, segment, n)
-                    inputs = BackwardInputs(part, flow, self._read_residuals(residuals[i][j], slot, n))
+                    inputs = BackwardInputs(part, context, self._read_residuals(residuals[i][j], slot, n))
                     cotangents = cotangent_BLD, objective_cotangent
                     if buffers is None:
                         cotangent_BLD, gradient = self._backward_segment(segment, inputs, cotangents)
@@ -163,13 +163,13 @@ class Chunk:
         slot: jax.Array, weight_residuals: Buffers, weight_slot: jax.Array,
     ) -> Tree:  # fmt: skip
         """`gradients` plus those of a chunk's weights, from what `backward` wrote; unchanged if weight_slot is -1."""
-        flow = self._flow(*fields)
+        context = self._context(*fields)
         for i, loop in enumerate(self.loops):
 
             def iteration(gradients: Tree, n: jax.Array, i: int = i, loop: Loop = loop) -> tuple[Tree, None]:
                 for j, segment in enumerate(loop.segments):
                     part = self._segment_state(state, chunk, segment, n)
-                    inputs = BackwardInputs(part, flow, self._read_residuals(residuals[i][j], slot, n))
+                    inputs = BackwardInputs(part, context, self._read_residuals(residuals[i][j], slot, n))
                     values = [read_slot(b, weight_slot, n) for b in weight_residuals[i][j]]
                     gradient = self._halves(segment, inputs).weight_half(inputs, values)
                     gradient = jax.tree.map(lambda g: jnp.where(weight_slot >= 0, g, 0), gradient)
@@ -208,14 +208,14 @@ class Chunk:
     def _backward_inputs(
         self, state: StageState, segment: Segment, x_BLD: jax.Array, fields: TokenFields
     ) -> BackwardInputs:
-        flow = self._flow(*fields)
+        context = self._context(*fields)
         part = self._segment_state(state, jnp.int32(0), segment, jnp.int32(0))
-        return BackwardInputs(part, flow, self._forward_segment(segment, part, x_BLD, flow)[1])
+        return BackwardInputs(part, context, self._forward_segment(segment, part, x_BLD, context)[1])
 
     # One segment ----------------------------------------------------------------------------------------------------
 
     def _run_layers(
-        self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: BatchContext
+        self, segment: Segment, part: StageState, x_BLD: jax.Array, context: BatchContext
     ) -> tuple[tuple[jax.Array, jax.Array], Tree]:
         """Run a segment's layers: ((x, their objective), stats by stack); an empty slot returns its input."""
         objective, reports = jnp.float32(0), []
@@ -223,7 +223,7 @@ class Chunk:
         for stack in segment.stacks:
             i, block = index[stack], self.model.block(self.weights, stack)
             layer, data, occupied = jax.tree.map(lambda a, i=i: a[i], tuple(tree[stack] for tree in part))
-            y_BLD, stats = block(self._constrain_layer(stack, layer), x_BLD, flow, data)
+            y_BLD, stats = block(self._constrain_layer(stack, layer), x_BLD, context, data)
             if not self.stages.occupied[stack].all():
                 y_BLD = jnp.where(occupied, y_BLD, x_BLD)
                 stats = jax.tree.map(lambda s, on=occupied: jnp.where(on, s, jnp.zeros_like(s)), stats)
@@ -233,7 +233,7 @@ class Chunk:
         return (x_BLD, objective), _concatenate_stats(reports)
 
     def _segment_vjp(
-        self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: Flow
+        self, segment: Segment, part: StageState, x_BLD: jax.Array, context: BatchContext
     ) -> tuple[jax.Array, Tree, list[jax.Array], Callable[[Iterable[jax.Array]], Callable[..., Any]]]:
         """Run a segment: (output, stats by stack, saved values, function of saved values -> the backward function).
 
@@ -242,15 +242,15 @@ class Chunk:
         """
 
         @partial(save_named, remat=self.remat)
-        def run(part: StageState, x_BLD: jax.Array, flow: Flow) -> Any:
-            return self._run_layers(segment, part, x_BLD, flow)
+        def run(part: StageState, x_BLD: jax.Array, context: BatchContext) -> Any:
+            return self._run_layers(segment, part, x_BLD, context)
 
         def objective(weights: Tree, x_BLD: jax.Array) -> Any:
-            return run(part._replace(weights=weights), x_BLD, flow)
+            return run(part._replace(weights=weights), x_BLD, context)
 
         (y_BLD, _), pull, stats = jax.vjp(objective, part.weights, x_BLD, has_aux=True)
         leaves, tree = jax.tree.flatten(pull)
-        inputs = {id(leaf) for leaf in jax.tree.leaves((part, x_BLD, flow))}
+        inputs = {id(leaf) for leaf in jax.tree.leaves((part, x_BLD, context))}
         is_input = [id(leaf) in inputs for leaf in leaves]
 
         def restore(saved: Iterable[jax.Array]) -> Callable[..., Any]:
@@ -261,19 +261,19 @@ class Chunk:
         return y_BLD, stats, [leaf for leaf, same in zip(leaves, is_input, strict=True) if not same], restore
 
     def _forward_segment(
-        self, segment: Segment, part: StageState, x_BLD: jax.Array, flow: BatchContext
+        self, segment: Segment, part: StageState, x_BLD: jax.Array, context: BatchContext
     ) -> tuple[jax.Array, list[jax.Array], Tree]:
         """(output, residuals, stats by stack)."""
-        y_BLD, stats, saved, _ = self._segment_vjp(segment, part, x_BLD, flow)
+        y_BLD, stats, saved, _ = self._segment_vjp(segment, part, x_BLD, context)
         return y_BLD, [x_BLD, *saved], stats
 
     def _backward_segment(
         self, segment: Segment, inputs: BackwardInputs, cotangents: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, Tree]:
         """(cotangent of the input, gradient of the weights) from the cotangents of output and objective."""
-        state, flow, (x_BLD, *saved) = inputs
+        state, context, (x_BLD, *saved) = inputs
         # The forward pass is traced for the structure of its backward function; the compiler drops its operations.
-        *_, restore = self._segment_vjp(segment, state, x_BLD, flow)
+        *_, restore = self._segment_vjp(segment, state, x_BLD, context)
         gradient, dx_BLD = restore(saved)((cotangents[0], cotangents[1].astype(jnp.float32)))
         return dx_BLD, gradient
 
