@@ -80,7 +80,7 @@ def suggest_key(key: str, model: type[BaseModel]) -> str | None:
         return _BY_SYNONYM[leaf]
     if same_name:
         return max(same_name, key=lambda known: difflib.SequenceMatcher(None, known, key).ratio())
-    near = near or (difflib.get_close_matches(leaf, list(same_section), n=1, cutoff=0.5) if section else [])
+    near = near or (difflib.get_close_matches(leaf, list(same_section), n=1, cutoff=0.6) if section else [])
     if near:
         return same_section[near[0]]
     close = difflib.get_close_matches(key, keys, n=1, cutoff=0.6) or difflib.get_close_matches(
