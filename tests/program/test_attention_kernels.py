@@ -38,5 +38,5 @@ def test_cudnn_if_sequences_hold_one_document():
 
 
 def test_an_unsupported_kernel_is_refused_before_compilation():
-    with pytest.raises(ConfigError, match=r"attention\.backend cudnn cannot.*packed row.*can: dense, tokamax, xla"):
+    with pytest.raises(ConfigError, match=r"attention\.backend cudnn cannot.*packed sequence.*: dense, tokamax, xla"):
         compile_for(replace(BASE, "attention.backend=cudnn"), "h100_8x8", 16)

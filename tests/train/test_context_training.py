@@ -195,5 +195,5 @@ def test_ten_updates_end_where_one_device_ends() -> None:
 
 
 def test_backend_that_cannot_split_rows_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"attention.backend dense cannot do this.*mesh.seq"):
+    with pytest.raises(ConfigError, match=r"attention.backend dense cannot be used.*mesh.seq"):
         gradients_of(mesh={"seq": 2}, attention={"backend": "dense"})
