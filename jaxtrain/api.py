@@ -17,6 +17,9 @@ from jaxtrain.config import ConfigError, Registry, RunConfig, load_config, repla
 from jaxtrain.data import SOURCES
 from jaxtrain.inspect import inspect
 from jaxtrain.mesh.topology import Topology, build_topology
+from jaxtrain.nn.activations import ACTIVATIONS, Activation
+from jaxtrain.nn.layers import NORMS, NormKind
+from jaxtrain.optim import LEARNING_RATES, OPTIMIZERS, DecayShape
 from jaxtrain.program.compile import compile_for
 from jaxtrain.prove.verify import verify
 from jaxtrain.train.hooks import Hook
@@ -28,7 +31,36 @@ from jaxtrain.train.step import Step
 from jaxtrain.train.use import evaluate, generate, open_run
 
 __all__ = [
-    "LOSSES", "METRICS", "SOURCES", "Bound", "ConfigError", "HeadInputs", "Hook", "Registry", "Resolved", "Run",
-    "RunConfig", "Step", "Topology", "bind", "build_topology", "compile_for", "evaluate", "generate", "inspect",
-    "load_config", "open_run", "replace", "resolve", "train", "verify",
+    "ACTIVATIONS",
+    "LEARNING_RATES",
+    "LOSSES",
+    "METRICS",
+    "NORMS",
+    "OPTIMIZERS",
+    "SOURCES",
+    "Activation",
+    "Bound",
+    "ConfigError",
+    "DecayShape",
+    "HeadInputs",
+    "Hook",
+    "NormKind",
+    "Registry",
+    "Resolved",
+    "Run",
+    "RunConfig",
+    "Step",
+    "Topology",
+    "bind",
+    "build_topology",
+    "compile_for",
+    "evaluate",
+    "generate",
+    "inspect",
+    "load_config",
+    "open_run",
+    "replace",
+    "resolve",
+    "train",
+    "verify",
 ]  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -17,8 +18,39 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
-from jaxtrain.config import ConfigError, OptimizerConfig
+from jaxtrain.config import ConfigError, OptimizerConfig, Registry
 from jaxtrain.mesh.param import STACKS, Param
+
+OptimizerFactory = Callable[[OptimizerConfig, Any], optax.GradientTransformation]
+"""(settings, tree of Param) -> direction without learning rate and weight decay, which `build_optimizer` adds.
+
+Sharding finds the parameter of a leaf of the state by its path, which must end in the parameter's path, and by its
+shape: moments of the parameters' tree structure (optax.trace, optax.scale_by_adam) satisfy it.
+"""
+
+OPTIMIZERS: Registry[OptimizerFactory] = Registry("optimizer.name")
+"""optimizer.name -> factory; user code can extend it."""
+
+
+@dataclass(frozen=True)
+class DecayShape:
+    """Decay of the learning rate from its peak to optimizer.final_ratio of the peak."""
+
+    decayed: Callable[[jax.Array], jax.Array]
+    """Progress through the decay in [0, 1] -> the part of the decay that is done, in [0, 1]."""
+    final: bool = False
+    """Whether only the last optimizer.decay units decay; else everything after warm-up."""
+    endless: bool = False
+    """Whether the schedule has no end, so that warm-up may be longer than the run."""
+
+
+LEARNING_RATES: Registry[DecayShape] = Registry("optimizer.schedule")
+"""optimizer.schedule -> DecayShape; user code can extend it."""
+
+LEARNING_RATES.register("cosine")(DecayShape(lambda progress: 0.5 - 0.5 * jnp.cos(jnp.pi * progress)))
+LEARNING_RATES.register("linear")(DecayShape(lambda progress: progress))
+LEARNING_RATES.register("wsd")(DecayShape(lambda progress: progress, final=True))
+LEARNING_RATES.register("constant")(DecayShape(jnp.zeros_like, endless=True))
 
 
 def build_optimizer(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
@@ -29,10 +61,10 @@ def build_optimizer(config: OptimizerConfig, params: Any) -> optax.GradientTrans
     and RMS clip 1, without momentum and relative steps (it does not use beta1, beta2 and eps).
     muon: Jordan 2024 on hidden matrices, AdamW on all other parameters. Orthogonalised directions are scaled by
     0.2 sqrt(max(inputs, outputs)) (Liu et al. 2025), which gives them the RMS of an AdamW direction: both parts share
-    one learning rate and one weight decay.
+    one learning rate and one weight decay. Raises ConfigError for an unknown optimizer.
     """
-    rule = {"adamw": _adam, "lion": _lion, "adafactor": _adafactor, "muon": _muon}[config.name]
-    return optax.chain(rule(config, params), optax.add_decayed_weights(config.weight_decay, mask=decay_mask(params)))
+    direction = OPTIMIZERS[config.name](config, params)
+    return optax.chain(direction, optax.add_decayed_weights(config.weight_decay, mask=decay_mask(params)))
 
 
 def decay_mask(params: Any) -> Any:
@@ -53,28 +85,30 @@ def learning_rate(
     the decay begins at step w. `tokens`: scored tokens up to and including this step. `total_steps` is the end of the
     schedule if optimizer.total is null. Raises ConfigError where warm-up and decay do not fit before the end.
     """
-    total = schedule_end(config, total_steps)
+    shape, total = LEARNING_RATES[config.schedule], schedule_end(config, total_steps)
     by_tokens = config.unit == "tokens"
     done = jnp.asarray(tokens if by_tokens else steps, jnp.float32)
     # As floats: JAX reads Python integers as int32, which token counts exceed.
-    warmup, start = float(config.warmup), float(total - config.decay if config.schedule == "wsd" else config.warmup)
+    warmup, start = float(config.warmup), float(total - config.decay if shape.final else config.warmup)
     rising = (done if by_tokens else done + 1.0) / max(warmup, 1.0)
     progress = jnp.clip((done - start) / max(total - start, 1.0), 0.0, 1.0)
-    fallen = {"constant": jnp.zeros_like(progress), "cosine": 0.5 - 0.5 * jnp.cos(jnp.pi * progress)}.get(
-        config.schedule, progress
-    )
-    falling = 1.0 - (1.0 - config.final_ratio) * fallen
+    falling = 1.0 - (1.0 - config.final_ratio) * shape.decayed(progress)
     return config.learning_rate * jnp.where(done < warmup, rising, falling)
 
 
 def schedule_end(config: OptimizerConfig, total_steps: int) -> int:
-    """Units until the end of the schedule; raises ConfigError where warm-up and decay do not fit before it."""
-    total = config.total or total_steps
-    phases = config.warmup + (config.decay if config.schedule == "wsd" else 0)
-    if config.schedule != "constant" and phases > total:
+    """Units until the end of the schedule; raises ConfigError for phases that do not fit before it."""
+    shape, total = LEARNING_RATES[config.schedule], config.total or total_steps
+    if shape.final and config.decay == 0:
+        raise ConfigError(
+            f"optimizer.schedule is {config.schedule} and optimizer.decay is 0: set optimizer.decay, units of the "
+            "final decay, or use optimizer.schedule constant"
+        )
+    phases = config.warmup + (config.decay if shape.final else 0)
+    if not shape.endless and phases > total:
         raise ConfigError(
             f"optimizer.warmup {config.warmup}"
-            + (f" + optimizer.decay {config.decay}" if config.schedule == "wsd" else "")
+            + (f" + optimizer.decay {config.decay}" if shape.final else "")
             + f" exceeds the schedule's end, {total} {config.unit} "
             + ("(optimizer.total)" if config.total else "(train.steps)")
             + ": shorten warm-up or decay, or lengthen the run"
@@ -93,14 +127,17 @@ def clip_scale(norm: jax.Array, limit: float | None) -> jax.Array:
     return jnp.ones_like(norm) if limit is None else jnp.where(norm > limit, limit / norm, 1.0)
 
 
+@OPTIMIZERS.register("adamw")
 def _adam(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
     return optax.scale_by_adam(config.beta1, config.beta2, config.eps)
 
 
+@OPTIMIZERS.register("lion")
 def _lion(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
     return optax.scale_by_lion(config.beta1, config.beta2)
 
 
+@OPTIMIZERS.register("adafactor")
 def _adafactor(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
     """Factored and clipped per layer: stacked parameters of one stack size form a group, vmapped over the stack."""
     single = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
@@ -110,6 +147,7 @@ def _adafactor(config: OptimizerConfig, params: Any) -> optax.GradientTransforma
     return optax.partition({name: single if name == "single" else stacked for name in names}, groups)
 
 
+@OPTIMIZERS.register("muon")
 def _muon(config: OptimizerConfig, params: Any) -> optax.GradientTransformation:
     dims = _map(lambda p: _muon_dims(p) if _is_hidden(p) else optax.MaskedNode(), params)
     groups = _map(lambda p: "muon" if _is_hidden(p) else "adam", params)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.config import ConfigError, OptimizerConfig, validate
+from jaxtrain.config import ConfigError, OptimizerConfig
 from jaxtrain.mesh.param import Param
 from jaxtrain.optim import build_optimizer, clip_scale, decay_mask, global_norm, learning_rate
 
@@ -291,4 +291,4 @@ def test_warmup_and_decay_longer_than_the_run_are_an_error(keys, words):
 
 def test_wsd_without_decay_is_an_error():
     with pytest.raises(ConfigError, match=r"optimizer.decay is 0.*constant"):
-        validate({"optimizer": {"schedule": "wsd"}})
+        rate(schedule="wsd")

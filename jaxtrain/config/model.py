@@ -129,12 +129,13 @@ class ModelConfig(Section):
     """Width of the feed-forward layer."""
     max_seq_len: PositiveInt = 2048
     """Longest sequence; the number of learned positions."""
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation before attention, before the feed-forward layer and before the head."""
+    norm: str = "rmsnorm"
+    """Normalisation before attention, feed-forward layer and head: rmsnorm, layernorm, or one of jaxtrain.NORMS."""
     norm_eps: float = Field(1e-5, gt=0)
     """Added to the variance in the normalisation."""
-    activation: Literal["swiglu", "gelu", "gelu_tanh", "relu2", "swiglu_oss"] = "swiglu"
-    """Feed-forward nonlinearity; swiglu is gated, relu2 is relu squared, swiglu_oss the clipped swiglu of gpt-oss."""
+    activation: str = "swiglu"
+    """Feed-forward nonlinearity: swiglu (gated), gelu, gelu_tanh, relu2 (relu squared), swiglu_oss (clipped swiglu of
+    gpt-oss), or one that user code registered in jaxtrain.ACTIVATIONS."""
     positions: Literal["rope", "learned", "none"] = "rope"
     """Position encoding: rotary, a learned vector per position, or none."""
     rope: RopeConfig = RopeConfig()

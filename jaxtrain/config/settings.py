@@ -206,8 +206,8 @@ class RematConfig(Section):
 class OptimizerConfig(Section):
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
-    """Optimizer."""
+    name: str = "adamw"
+    """Optimizer: adamw, lion, adafactor, muon, or one that user code registered in jaxtrain.OPTIMIZERS."""
     learning_rate: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -220,8 +220,9 @@ class OptimizerConfig(Section):
     """Decoupled weight decay of parameters with two or more dimensions (the layer dimension not counted)."""
     clip_norm: float | None = Field(1.0, gt=0)
     """Gradients are clipped to this global norm; null: not clipped."""
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after warm-up; wsd is constant, then falls during the last `decay` units."""
+    schedule: str = "cosine"
+    """Shape after warm-up: cosine, linear, wsd (constant, linear over the last `decay` units), constant, or one of
+    jaxtrain.LEARNING_RATES."""
     unit: Literal["steps", "tokens"] = "steps"
     """Unit of warmup, decay and total: optimizer steps or scored tokens."""
     warmup: int = Field(0, ge=0)
@@ -237,11 +238,6 @@ class OptimizerConfig(Section):
     def _schedule_is_whole(self) -> OptimizerConfig:
         if self.unit == "tokens" and self.total is None and self.schedule != "constant":
             raise ValueError("optimizer.unit is tokens: set optimizer.total, the scored tokens until the schedule ends")
-        if self.schedule == "wsd" and self.decay == 0:
-            raise ValueError(
-                "optimizer.schedule is wsd and optimizer.decay is 0: set optimizer.decay, units of the final decay, "
-                "or use optimizer.schedule constant"
-            )
         return self
 
 

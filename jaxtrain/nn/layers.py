@@ -7,38 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.config import ModelConfig
+from jaxtrain.config import ModelConfig, Registry
 from jaxtrain.mesh.constraints import constrain
+from jaxtrain.nn.activations import ACTIVATIONS
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import attention, linear, norm, rope
 
 Names = tuple[str, ...]
-
-NONLINEARITIES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
-"""model.activation -> function of the up projection, for feed-forward layers without a gate."""
-
-
-def clipped_swiglu(gate: jax.Array, up: jax.Array, limit: float = 7.0, alpha: float = 1.702) -> jax.Array:
-    """(up + 1) * gate * sigmoid(alpha * gate), gate at most `limit` and up within +-limit (gpt-oss); any shape."""
-    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return (up + 1) * (gate * jax.nn.sigmoid(alpha * gate))
-
-
-GATED: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "swiglu": lambda gate, up: jax.nn.silu(gate) * up,
-    "swiglu_oss": clipped_swiglu,
-}
-"""model.activation -> function of the gate and the up projection, for gated feed-forward layers."""
 
 
 def gaussian(rngs: nnx.Rngs, shape: tuple[int, ...], names: Names, std: float) -> nnx.Param:
@@ -88,19 +70,37 @@ class Linear(nnx.Module):
         return out if self.bias is None else out + self.bias[...]
 
 
+@dataclass(frozen=True)
+class NormKind:
+    """Normalisation over the last dim.
+
+    `function` takes (x [..., N], scale [N], eps), or with `bias` (x, scale, bias [N], eps), and returns x's shape and
+    dtype.
+    """
+
+    function: Callable[..., jax.Array]
+    bias: bool = False
+
+
+NORMS: Registry[NormKind] = Registry("model.norm")
+"""model.norm -> NormKind; user code can extend it."""
+
+NORMS.register("rmsnorm")(NormKind(norm.rms_norm))
+NORMS.register("layernorm")(NormKind(norm.layer_norm, bias=True))
+
+
 class Norm(nnx.Module):
-    """RMSNorm, or LayerNorm with a bias, over the last dim."""
+    """A registered normalisation with its parameters."""
 
     def __init__(self, kind: str, width: int, names: Names, eps: float) -> None:
-        self.eps = eps
+        self.kind, self.eps = NORMS[kind], eps
         self.scale = constant(1.0, (width,), names)
-        self.bias = constant(0.0, (width,), names) if kind == "layernorm" else None
+        self.bias = constant(0.0, (width,), names) if self.kind.bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [..., width]."""
-        if self.bias is None:
-            return norm.rms_norm(x, self.scale[...], self.eps)
-        return norm.layer_norm(x, self.scale[...], self.bias[...], self.eps)
+        vectors = [self.scale[...]] if self.bias is None else [self.scale[...], self.bias[...]]
+        return self.kind.function(x, *vectors, self.eps)
 
 
 class Attention(nnx.Module):
@@ -150,22 +150,18 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         D, F, std = config.d_model, config.d_ff, config.init_std
         wide, narrow = (("mlp",), ("norm",)) if config.mlp_bias else (None, None)
-        self.activation = config.activation
-        self.gate = (
-            Linear(rngs, "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide) if config.activation in GATED else None
-        )
+        self.activation = ACTIVATIONS[config.activation]
+        self.gate = Linear(rngs, "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide) if self.activation.gated else None
         self.up = Linear(rngs, "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide)
         self.down = Linear(rngs, "BLF,FD->BLD", (F, D), ("mlp", "embed"), residual_std(config), narrow)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """[B, L, D] -> [B, L, D]."""
         up_BLF = tag(constrain(self.up(x_BLD), "batch", "seq_len", "mlp"), "mlp_up")
-        if self.gate is None:
-            hidden_BLF = NONLINEARITIES[self.activation](up_BLF)
-        else:
+        gate_BLF = None
+        if self.gate is not None:
             gate_BLF = tag(constrain(self.gate(x_BLD), "batch", "seq_len", "mlp"), "mlp_gate")
-            hidden_BLF = GATED[self.activation](gate_BLF, up_BLF)
-        return self.down(tag(hidden_BLF, "mlp_hidden"))
+        return self.down(tag(self.activation(gate_BLF, up_BLF), "mlp_hidden"))
 
 
 class Embedding(nnx.Module):

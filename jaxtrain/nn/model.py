@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.constraints import constrain
 from jaxtrain.mesh.param import DEPTHS, Param
+from jaxtrain.nn.activations import ACTIVATIONS
 from jaxtrain.nn.block import Stats
 from jaxtrain.nn.decoder import Decoder, check_segments, layer_data, layer_stacks
 from jaxtrain.nn.layers import NO_TOTALS, BatchContext, BatchTotals
@@ -55,7 +56,7 @@ class Model:
         `totals` are those of the global batch; absent ones are counted in this microbatch. Raises ConfigError where
         remat does not fit this model.
         """
-        check_remat(remat, self.config)
+        check_remat(remat, self.config, ACTIVATIONS[self.config.activation].gated)
         check_segments(remat, self.config)
         return nnx.merge(self.graph, params)(tokens_BL, positions_BL, segments_BL, totals, remat)
 
@@ -155,7 +156,7 @@ class Model:
 def build(config: ModelConfig) -> Model:
     """The model of a configuration; allocates no arrays.
 
-    Raises ConfigError where the order of its layers or its latent attention is not possible.
+    Raises ConfigError for an unknown activation or norm, or an impossible order of layers or latent attention.
     """
     check_latent(config)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))

@@ -14,7 +14,8 @@ from jax import lax
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.constraints import constrain
-from jaxtrain.nn.layers import GATED, MLP, NONLINEARITIES, BatchContext, Names, constant, gaussian, residual_std
+from jaxtrain.nn.activations import ACTIVATIONS
+from jaxtrain.nn.layers import MLP, BatchContext, Names, constant, gaussian, residual_std
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import dispatch, routing
 
@@ -59,9 +60,9 @@ class MoE(nnx.Module):
         X, F, std = moe.experts, moe.d_ff or config.d_ff, config.init_std
         wide, narrow = (("experts", "mlp"), ("experts", "norm")) if config.mlp_bias else (None, None)
         into = ("experts", "embed", "mlp")
-        self.config = config
+        self.config, self.activation = config, ACTIVATIONS[config.activation]
         self.router = Router(config, rngs)
-        self.gate = ExpertProjection(rngs, (X, D, F), into, std, wide) if config.activation in GATED else None
+        self.gate = ExpertProjection(rngs, (X, D, F), into, std, wide) if self.activation.gated else None
         self.up = ExpertProjection(rngs, (X, D, F), into, std, wide)
         self.down = ExpertProjection(rngs, (X, F, D), ("experts", "mlp", "embed"), residual_std(config), narrow)
         shared = config.model_copy(update={"d_ff": moe.shared * F})
@@ -90,7 +91,7 @@ class MoE(nnx.Module):
                 routed, context.segments_BL * length + context.positions_BL, capacity
             )
         y_BLD, stats["overflowed"], stats["traffic"] = dispatch.mixture(
-            x_BLD, routed.chosen_BLK, routed.weights_BLK, self._experts(), self._hidden, capacity, moe.buffer
+            x_BLD, routed.chosen_BLK, routed.weights_BLK, self._experts(), self.activation, capacity, moe.buffer
         )
         y_BLD = tag(y_BLD, "experts_out")
         return y_BLD if self.shared is None else y_BLD + self.shared(x_BLD), stats
@@ -113,7 +114,3 @@ class MoE(nnx.Module):
 
     def _experts(self) -> dispatch.Experts:
         return dispatch.Experts(None if self.gate is None else self.gate.map, self.up.map, self.down.map)
-
-    def _hidden(self, gate: jax.Array | None, up: jax.Array) -> jax.Array:
-        name = self.config.activation
-        return NONLINEARITIES[name](up) if gate is None else GATED[name](gate, up)

@@ -17,7 +17,7 @@ NAMES: dict[str, str] = {
     "attention_out": "heads' outputs, before the output projection",
     "attention_residual": "residual stream between attention and feed-forward",
     "mlp_input": "normalised input of the feed-forward layer",
-    "mlp_gate": "gate projection (swiglu and swiglu_oss only)",
+    "mlp_gate": "gate projection (gated activations only)",
     "mlp_up": "up projection, before the nonlinearity",
     "mlp_hidden": "input of the down projection",
     "router_logits": "float32 logits of a mixture's experts",
@@ -44,9 +44,9 @@ def save_named(fn: Callable[..., Any], remat: RematConfig) -> Callable[..., Any]
     return jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
 
 
-def names_of(model: ModelConfig) -> tuple[str, ...]:
-    """The names that this model's blocks produce."""
-    absent = set() if model.activation.startswith("swiglu") else {"mlp_gate"}
+def names_of(model: ModelConfig, gated: bool) -> tuple[str, ...]:
+    """The names that this model's blocks produce; `gated` is a property of its activation."""
+    absent = set() if gated else {"mlp_gate"}
     if not model.mla.kv_rank:
         absent.add("latent")
     if not model.moe.experts:
@@ -56,7 +56,7 @@ def names_of(model: ModelConfig) -> tuple[str, ...]:
     return tuple(name for name in NAMES if name not in absent)
 
 
-def check_remat(remat: RematConfig, model: ModelConfig) -> None:
+def check_remat(remat: RematConfig, model: ModelConfig, gated: bool) -> None:
     """Raise ConfigError where `remat.names` is missing, unknown, not produced by this model, or has no effect."""
     if remat.policy != "names":
         if remat.names:
@@ -65,15 +65,17 @@ def check_remat(remat: RematConfig, model: ModelConfig) -> None:
             )
         return
     if not remat.names:
-        raise ConfigError(f"remat.policy is names but remat.names is empty: choose from {', '.join(names_of(model))}")
+        raise ConfigError(
+            f"remat.policy is names but remat.names is empty: choose from {', '.join(names_of(model, gated))}"
+        )
     for name in remat.names:
         if name not in NAMES:
             raise ConfigError(f"remat.names has {name!r}, which no block names{nearest(name, NAMES)}")
-        if name not in names_of(model):
+        if name not in names_of(model, gated):
             raise ConfigError(
                 f"remat.names has {name!r} ({NAMES[name]}), which this model does not produce "
                 f"(model.activation {model.activation}, model.mla.kv_rank {model.mla.kv_rank}): "
-                f"choose from {', '.join(names_of(model))}"
+                f"choose from {', '.join(names_of(model, gated))}"
             )
 
 

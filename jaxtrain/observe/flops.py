@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxtrain.config import ModelConfig
+from jaxtrain.nn.activations import ACTIVATIONS
+from jaxtrain.nn.layers import NORMS
 
 Compute = Literal["float32", "bfloat16", "float16"]
 
@@ -134,7 +136,7 @@ def count_parameters(model: ModelConfig, active: bool = False) -> int:
     """
     mixtures, depths = _mixtures(model), 0 if active else model.mtp
     experts = model.moe.top_k if active else model.moe.experts
-    norm = model.d_model * (2 if model.norm == "layernorm" else 1)
+    norm = model.d_model * (2 if NORMS[model.norm].bias else 1)
     attention = _attention(model) + _attention_vectors(model) + 2 * norm
     mixture = _experts(model, experts) + _mixture_vectors(model, experts)
     dense = _dense(model) + _biases(model, model.d_ff)
@@ -176,7 +178,7 @@ def _attention_vectors(model: ModelConfig) -> int:
 
 def _matrices(model: ModelConfig) -> int:
     """Number of matrices of a feed-forward layer."""
-    return 3 if model.activation.startswith("swiglu") else 2
+    return 3 if ACTIVATIONS[model.activation].gated else 2
 
 
 def _dense(model: ModelConfig) -> int:

@@ -22,6 +22,7 @@ from jaxtrain.data import FIELDS, Phase, phases_of
 from jaxtrain.mesh.layout import Layout, build_layout
 from jaxtrain.mesh.rules import Rules, resolve_rules
 from jaxtrain.mesh.topology import DescribedDevice, Topology, build_topology
+from jaxtrain.nn.activations import ACTIVATIONS
 from jaxtrain.nn.decoder import check_segments
 from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
@@ -166,7 +167,7 @@ def resolve(config: RunConfig, topology: Topology) -> Resolved:
         check_segments(config.remat, config.model)
     schedule_end(config.optimizer, config.train.steps)
     build_optimizer(config.optimizer, canonical.params)
-    check_remat(config.remat, config.model)
+    check_remat(config.remat, config.model, ACTIVATIONS[config.model.activation].gated)
     check_experts(config.model)
     check_losses(config)
     check_options(config.xla)

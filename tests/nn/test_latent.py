@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.config import ConfigError, ModelConfig
-from jaxtrain.nn.layers import BatchContext, clipped_swiglu
+from jaxtrain.nn.activations import clipped_swiglu
+from jaxtrain.nn.layers import BatchContext
 from jaxtrain.nn.mla import LatentAttention
 from jaxtrain.nn.model import build
 from jaxtrain.ops import rope

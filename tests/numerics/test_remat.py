@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxtrain.config import ConfigError, ModelConfig, RematConfig
+from jaxtrain.nn.activations import ACTIVATIONS
 from jaxtrain.nn.model import build
 from jaxtrain.numerics.remat import NAMES, check_remat, names_of
 
@@ -72,7 +73,9 @@ def test_names_of_are_the_names_that_the_blocks_produce(changes):
     ids = jnp.zeros((1, 4), jnp.int32)
     params = jax.eval_shape(model.init, jax.random.key(0))
     jaxpr = jax.make_jaxpr(lambda p: model.hidden(p, ids, ids, ids))(params)
-    assert {*names_of(config)} == {name for name in NAMES if f"name={name}\n" in f"{jaxpr}".replace("]", "\n")}
+    assert {*names_of(config, ACTIVATIONS[config.activation].gated)} == {
+        name for name in NAMES if f"name={name}\n" in f"{jaxpr}".replace("]", "\n")
+    }
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_names_of_are_the_names_that_the_blocks_produce(changes):
 )
 def test_names_without_effect_are_errors(remat, model, words):
     with pytest.raises(ConfigError) as caught:
-        check_remat(remat, model)
+        check_remat(remat, model, ACTIVATIONS[model.activation].gated)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
