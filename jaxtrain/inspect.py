@@ -24,7 +24,7 @@ from jaxtrain.mesh.param import Param, show_axes, spec_axes
 from jaxtrain.mesh.resolution import Reason
 from jaxtrain.mesh.rules import ACTIVATION_ONLY, EXTRAS, NAMES, resolve_rules
 from jaxtrain.mesh.topology import Topology, build_topology, node_size
-from jaxtrain.nn.decoder import mixture_layers
+from jaxtrain.nn.layer_table import mixture_layers
 from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.optim import build_optimizer

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.mesh.layout import extend_spec
 from jaxtrain.mesh.param import Param
-from jaxtrain.nn.decoder import layers_of
+from jaxtrain.nn.layer_table import layers_of
 from jaxtrain.pipeline.staged import StagedModel
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.state import TrainState, state_from_params

@@ -14,7 +14,7 @@ from jaxtrain.hub.fields import ROPE_KEYS, ROPE_TYPES, Field, Json, Settings, mo
 from jaxtrain.hub.mapping import ROTARY, DimRange, TensorMapping, hub_shape
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import Param
-from jaxtrain.nn.decoder import layer_runs
+from jaxtrain.nn.layer_table import layer_runs
 from jaxtrain.nn.model import Model
 
 # Keys of config.json that do not describe the model: how to train, sample from or load it.

@@ -10,7 +10,8 @@ from flax import nnx
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.constraints import constrain
-from jaxtrain.nn.layers import MLP, NO_TOTALS, Attention, BatchContext, BatchTotals, Norm
+from jaxtrain.nn.layer_table import LayerData, LayerSlot
+from jaxtrain.nn.layers import MLP, Attention, BatchContext, Norm
 from jaxtrain.nn.mla import LatentAttention
 from jaxtrain.nn.moe import MoE
 from jaxtrain.numerics.remat import tag
@@ -26,27 +27,23 @@ totals of the global batch.
 class Block(nnx.Module):
     """Pre-norm block: x + attention(norm(x)), then x + feed_forward(norm(x)), dense or a mixture of experts."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, mixture: bool) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, slot: LayerSlot) -> None:
         D, eps = config.d_model, config.norm_eps
+        self.window = slot.window
         self.attention_norm = Norm(config.norm, D, ("norm",), eps)
         self.attention = LatentAttention(config, rngs) if config.mla.kv_rank else Attention(config, rngs)
         self.mlp_norm = Norm(config.norm, D, ("norm",), eps)
-        self.mlp = MoE(config, rngs) if mixture else MLP(config, rngs)
+        self.mlp = MLP(config, rngs) if slot.mixture is None else MoE(config, rngs)
 
-    def __call__(
-        self,
-        x_BLD: jax.Array,
-        context: BatchContext,
-        window: jax.Array | int | None,
-        layer_totals: BatchTotals = NO_TOTALS,
-    ) -> tuple[jax.Array, Stats]:
-        """[B, L, D] -> ([B, L, D], stats); `layer_totals` are this layer's totals, added to those of `context`."""
+    def __call__(self, x_BLD: jax.Array, context: BatchContext, data: LayerData) -> tuple[jax.Array, Stats]:
+        """[B, L, D] -> ([B, L, D], stats)."""
+        window = self.window if data.window is None else data.window
         h_BLD = tag(normalise(self.attention_norm, x_BLD), "attention_input")
         x_BLD = tag(_add(x_BLD, self.attention(h_BLD, context, window)), "attention_residual")
         h_BLD = tag(normalise(self.mlp_norm, x_BLD), "mlp_input")
         if isinstance(self.mlp, MLP):
             return _add(x_BLD, self.mlp(h_BLD)), {}
-        branch_BLD, stats = self.mlp(h_BLD, context._replace(totals={**context.totals, **layer_totals}))
+        branch_BLD, stats = self.mlp(h_BLD, context._replace(totals={**context.totals, **data.totals}))
         return _add(x_BLD, branch_BLD), stats
 
 

@@ -5,107 +5,39 @@ B batch, L length, D model, E head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from numpy.typing import NDArray
 
-from jaxtrain.config import ConfigError, ModelConfig, RematConfig
+from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.constraints import constrain
 from jaxtrain.nn.block import Block, Stats, normalise
+from jaxtrain.nn.layer_table import MTP_STACK, LayerData, layer_data, layer_runs, stack_slots
 from jaxtrain.nn.layers import NO_TOTALS, BatchContext, BatchTotals, Embedding, Linear, Norm
 from jaxtrain.nn.mtp import MTPBlock, shifted_fields
-from jaxtrain.nn.stack import run_layers
+from jaxtrain.nn.stack import LayerFunction, run_layers
 from jaxtrain.numerics.remat import checkpointed
 from jaxtrain.ops import rope
-
-UNLIMITED = np.iinfo(np.int32).max
-"""Window of a layer without a sliding window, where windows are scanned as data."""
-
-
-@dataclass(frozen=True)
-class LayerRun:
-    """Consecutive layers that one scan runs: a pattern of layers that repeats.
-
-    An entry of `pattern` is one layer of a period: its stack, and its rows of that stack over all periods.
-    """
-
-    pattern: tuple[tuple[str, slice], ...]
-    periods: int
-
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return len(self.pattern) * self.periods
-
-
-def layer_runs(config: ModelConfig) -> tuple[LayerRun, ...]:
-    """The layers in order. A dense model has the stack "layers"; else it holds mixtures, "dense_layers" the others.
-
-    Raises ConfigError where moe.first_dense and moe.every do not make the last layer a mixture.
-    """
-    moe, n = config.moe, config.n_layers
-    if not moe.experts:
-        return (LayerRun((("layers", slice(None)),), n),)
-    mixed, dense = n - moe.first_dense, moe.every - 1
-    if mixed < 1 or mixed % moe.every:
-        raise ConfigError(
-            f"model.moe.first_dense {moe.first_dense} and model.moe.every {moe.every} leave the last of model.n_layers "
-            f"{n} layers dense: choose n_layers as first_dense plus a multiple of every"
-        )
-    head = (LayerRun((("dense_layers", slice(moe.first_dense)),), moe.first_dense),) if moe.first_dense else ()
-    among = tuple(("dense_layers", slice(moe.first_dense + i, None, dense)) for i in range(dense))
-    return *head, LayerRun((*among, ("layers", slice(None))), mixed // moe.every)
-
-
-def layer_stacks(config: ModelConfig) -> tuple[str, ...]:
-    """Stack of each layer, in the order of the model; the n-th layer of a stack is row n of the stack."""
-    return tuple(stack for run in layer_runs(config) for _ in range(run.periods) for stack, _ in run.pattern)
-
-
-def layers_of(config: ModelConfig, stack: str) -> int:
-    """Number of layers in a stack."""
-    return layer_stacks(config).count(stack)
-
-
-def mixture_layers(config: ModelConfig) -> dict[tuple[str, ...], int]:
-    """Path of each stack of mixtures in the parameters -> number of layers, in the order of `Stats`."""
-    if not config.moe.experts:
-        return {}
-    mixtures: dict[tuple[str, ...], int] = {("layers", "mlp"): layers_of(config, "layers")}
-    return mixtures | ({("mtp", "block", "mlp"): config.mtp} if config.mtp else {})
-
-
-def check_segments(remat: RematConfig, config: ModelConfig) -> None:
-    """Raise ConfigError where remat.every does not divide every run of layers into whole segments."""
-    for run in layer_runs(config):
-        if remat.every > 1 and (remat.every % len(run.pattern) or run.layers % remat.every):
-            raise ConfigError(
-                f"remat.every {remat.every} does not cut a run of {run.layers} layers, periods of {len(run.pattern)}: "
-                "these follow from model.moe.first_dense and model.moe.every; use remat.every 1"
-            )
 
 
 class Decoder(nnx.Module):
     """Embedding, stacked blocks, final norm, a head unless it is tied, and blocks of multi-token prediction."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        D, V, mixture = config.d_model, config.vocab_size, config.moe.experts > 0
+        D, V = config.d_model, config.vocab_size
         self.config = config
         self.embed = Embedding(config, rngs)
-        self.layers = _stack(Block, config, rngs, layers_of(config, "layers"), mixture)
-        dense = layers_of(config, "dense_layers")
-        self.dense_layers = _stack(Block, config, rngs, dense, False) if dense else None
+        self.layers = _stack(Block, config, rngs, "layers")
+        self.dense_layers = _stack(Block, config, rngs, "dense_layers")
         self.norm = Norm(config.norm, D, ("norm",), config.norm_eps)
         head = None if config.tied_head else Linear(
             rngs, "BLD,DV->BLV", (D, V), ("embed", "vocab"), config.init_std, None
         )  # fmt: skip
         self.head = head
-        self.mtp: Any = _stack(MTPBlock, config, rngs, config.mtp, mixture) if config.mtp else None
+        self.mtp = _stack(MTPBlock, config, rngs, MTP_STACK)
 
     def __call__(
         self,
@@ -116,40 +48,33 @@ class Decoder(nnx.Module):
         remat: RematConfig,
     ) -> tuple[jax.Array, Stats]:
         """Token, position and segment ids [B, L] -> (residual stream after the final norm [B, L, D], stats)."""
-        config = self.config
         context = self.context(positions_BL, segments_BL, totals)
-        stacks = {
-            name: nnx.split(stack) for name in ("layers", "dense_layers") if (stack := getattr(self, name)) is not None
-        }
-        # Windows that differ between layers are scanned, so that all layers share one body.
-        windows = layer_data(config) if len(set(config.windows)) > 1 else None
-        own = {"layers": jax.tree.map(lambda a: a[: layers_of(config, "layers")], totals.get("mixtures", {}))}
+        stacks = ("layers",) if self.dense_layers is None else ("layers", "dense_layers")
+        inputs = {stack: (self._params(stack), layer_data(self.config, stack, totals)) for stack in stacks}
 
-        def block(stack: str) -> Any:
-            def run(params: Any, x_BLD: jax.Array, data: tuple[jax.Array | None, Any]) -> tuple[jax.Array, Stats]:
-                window, known = data
-                seen = config.windows[0] if window is None else window
-                return nnx.merge(stacks[stack][0], params)(x_BLD, context, seen, known)
+        def layer(stack: str) -> LayerFunction:
+            run = self.layer(stack)
+            return lambda params, x_BLD, data: run(params, x_BLD, context, data)
 
-            return run
-
-        x_BLD, at = self.embed_tokens(tokens_BL, positions_BL), 0
-        stats: Stats = {}
-        for run in layer_runs(config):
-            params = [
-                jax.tree.map(lambda a, rows=rows: a[rows], nnx.to_pure_dict(stacks[stack][1]))
-                for stack, rows in run.pattern
+        x_BLD, stats = self.embed_tokens(tokens_BL, positions_BL), Stats()
+        for run in layer_runs(self.config):
+            layers = [layer(stack) for stack, _ in run.pattern]
+            slices = [
+                jax.tree.map(lambda a, rows=rows: jnp.asarray(a[rows]), inputs[stack]) for stack, rows in run.pattern
             ]
-            here_NP = None if windows is None else windows[at : at + run.layers].reshape(run.periods, -1)
-            data = [
-                (None if here_NP is None else jnp.asarray(here_NP[:, place]), own.get(stack, {}))
-                for place, (stack, _) in enumerate(run.pattern)
-            ]
-            x_BLD, reports = run_layers([block(stack) for stack, _ in run.pattern], params, x_BLD, data, remat)
-            at += run.layers
+            params, data = zip(*slices, strict=True)
+            x_BLD, reports = run_layers(layers, params, x_BLD, data, remat)
             for report in reports:
                 stats |= report
         return self.final_norm(x_BLD), stats
+
+    def layer(self, stack: str) -> Callable[[Any, jax.Array, BatchContext, LayerData], tuple[jax.Array, Stats]]:
+        """One layer of a stack as a function: (params, x_BLD, context, data) -> (x_BLD, stats)."""
+        graph, _ = nnx.split(getattr(self, stack))
+        return lambda params, x_BLD, context, data: nnx.merge(graph, params)(x_BLD, context, data)
+
+    def _params(self, stack: str) -> Any:
+        return nnx.to_pure_dict(nnx.split(getattr(self, stack))[1])
 
     def mtp_streams(
         self,
@@ -164,20 +89,19 @@ class Decoder(nnx.Module):
 
         `x_BLD` is the output of `__call__` for the same ids.
         """
-        config = self.config
-        graph, stacked = nnx.split(self.mtp)
-        own = jax.tree.map(lambda a: a[layers_of(config, "layers") :], totals.get("mixtures", {}))
-        window = config.windows[(config.n_layers - 1) % len(config.windows)]
+        graph, _ = nnx.split(self.mtp)
+        inputs = self._params(MTP_STACK), layer_data(self.config, MTP_STACK, totals)
         streams, reports = [], []
-        for depth in range(config.mtp):
-            params, known = jax.tree.map(lambda a, depth=depth: a[depth], (nnx.to_pure_dict(stacked), own))
+        for depth in range(self.config.mtp):
+            params, data = jax.tree.map(lambda a, depth=depth: a[depth], inputs)
             ids_BL, spans_BL = shifted_fields(depth + 1, segments_BL, (tokens_BL, 0), (segments_BL, 0))
             context = self.context(positions_BL, spans_BL, totals)
 
             def predict(
-                params: Any, x_BLD: jax.Array, next_BLD: jax.Array, context: BatchContext = context, known: Any = known
-            ) -> Any:
-                return nnx.merge(graph, params)(x_BLD, next_BLD, context, window, known)
+                params: Any, x_BLD: jax.Array, next_BLD: jax.Array, context: BatchContext = context,
+                data: LayerData = data,
+            ) -> Any:  # fmt: skip
+                return nnx.merge(graph, params)(x_BLD, next_BLD, context, data)
 
             # Outside a loop only a barrier keeps the compiler from replacing the recomputation by saved values.
             predict = checkpointed(predict, remat, looped=False)
@@ -193,22 +117,22 @@ class Decoder(nnx.Module):
         return constrain(x_BLD, "batch", "residual_seq", "hidden")
 
     def context(self, positions_BL: jax.Array, segments_BL: jax.Array, totals: BatchTotals = NO_TOTALS) -> BatchContext:
-        """The inputs that all layers share, from position and segment ids [B, L]."""
+        """The inputs that all layers share, from position and segment ids [B, L]; `layer_data` has those of each."""
         config = self.config
         scaling = rope.scaled(config.mla.rope_dim if config.mla.kv_rank else config.width_of_head, config.rope)
         rotation = rope.tables(positions_BL, *scaling) if config.positions == "rope" else None
-        return BatchContext(segments_BL, positions_BL, rotation, totals)
+        shared = {name: total for name, total in totals.items() if name != "mixtures"}
+        return BatchContext(segments_BL, positions_BL, rotation, shared)
 
     def final_norm(self, x_BLD: jax.Array) -> jax.Array:
         """Residual stream after the last layer -> input of the head [B, L, D]."""
         return normalise(self.norm, x_BLD)
 
 
-def layer_data(config: ModelConfig) -> NDArray[np.int32]:
-    """Window of each layer [n_layers]; the pattern of model.windows repeats over all layers, of any stack."""
-    return np.resize([w or UNLIMITED for w in config.windows], config.n_layers).astype(np.int32)
-
-
-def _stack(module: type[Block] | type[MTPBlock], config: ModelConfig, rngs: nnx.Rngs, n: int, mixture: bool) -> Any:
-    """`n` independently initialised modules as one, whose parameters are stacked along a new first dim."""
-    return nnx.vmap(lambda key: module(config, nnx.Rngs(key), mixture))(jax.random.split(rngs.params(), n))
+def _stack(module: type[Block] | type[MTPBlock], config: ModelConfig, rngs: nnx.Rngs, stack: str) -> Any:
+    """The modules of a stack, initialised independently, as one with stacked parameters; None for an empty stack."""
+    slots = stack_slots(config, stack)
+    if not slots:
+        return None
+    keys = jax.random.split(rngs.params(), len(slots))
+    return nnx.vmap(lambda key: module(config, nnx.Rngs(key), slots[0]))(keys)

@@ -36,7 +36,7 @@ def constant(value: float, shape: tuple[int, ...], names: Names) -> nnx.Param:
 BatchTotals = Mapping[str, Any]
 """Totals of a global batch, counted before its first microbatch: the divisors of every mean.
 
-Leaves of `mixtures` are stacked over layers, in the order of `decoder.mixture_layers`.
+Leaves of `mixtures` are stacked over layers, in the order of `layer_table.mixture_layers`.
 """
 NO_TOTALS: BatchTotals = {}
 

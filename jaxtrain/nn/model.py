@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxtrain.config import ModelConfig, RematConfig
@@ -16,7 +15,8 @@ from jaxtrain.mesh.constraints import constrain
 from jaxtrain.mesh.param import DEPTHS, Param
 from jaxtrain.nn.activations import ACTIVATIONS
 from jaxtrain.nn.block import Stats
-from jaxtrain.nn.decoder import Decoder, check_segments, layer_data, layer_stacks
+from jaxtrain.nn.decoder import Decoder
+from jaxtrain.nn.layer_table import MTP_STACK, LayerData, check_segments, layer_data, layer_table
 from jaxtrain.nn.layers import NO_TOTALS, BatchContext, BatchTotals
 from jaxtrain.nn.mla import check_latent
 from jaxtrain.nn.mtp import mtp_labels
@@ -92,38 +92,22 @@ class Model:
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Stack of each layer, in the order of the model."""
-        return layer_stacks(self.config)
+        """Stack of each layer, in the order of the model; the n-th layer of a stack is row n of the stack."""
+        return tuple(slot.stack for slot in layer_table(self.config) if slot.stack != MTP_STACK)
 
-    def block(
-        self, params: Tree, stack: str
-    ) -> Callable[[Tree, jax.Array, BatchContext, Any], tuple[jax.Array, Stats]]:
-        """A layer of a stack as a function: (params, x_BLD, context, its row of `data`) -> (x_BLD, stats)."""
-        graph, _ = nnx.split(getattr(nnx.merge(self.graph, params), stack))
+    def block(self, params: Tree, stack: str) -> Callable[[Tree, jax.Array, BatchContext, LayerData], Any]:
+        """One layer of a stack as a function: (params, x_BLD, context, its row of `data`) -> (x_BLD, stats)."""
+        return nnx.merge(self.graph, params).layer(stack)
 
-        def run(layer: Tree, x_BLD: jax.Array, context: BatchContext, data: tuple[jax.Array | None, Tree]) -> Any:
-            window, layer_totals = data
-            return nnx.merge(graph, layer)(
-                x_BLD, context, self.config.windows[0] if window is None else window, layer_totals
-            )
-
-        return run
-
-    def data(self, totals: BatchTotals = NO_TOTALS) -> dict[str, tuple[Any, Tree]]:
-        """For each stack (windows [layers] or None where all layers have the same, totals [layers, ...])."""
-        stacks, differ = np.array(self.stacks), len(set(self.config.windows)) > 1
-        own = {"layers": jax.tree.map(lambda a: a[: self.stacks.count("layers")], totals.get("mixtures", {}))}
-        return {
-            stack: (layer_data(self.config)[stacks == stack] if differ else None, own.get(stack, {}))
-            for stack in dict.fromkeys(self.stacks)
-        }
+    def data(self, totals: BatchTotals = NO_TOTALS) -> dict[str, LayerData]:
+        """Data of the layers of each stack, stacked over its layers."""
+        return {stack: layer_data(self.config, stack, totals) for stack in dict.fromkeys(self.stacks)}
 
     def context(
         self, params: Tree, positions_BL: jax.Array, segments_BL: jax.Array, totals: BatchTotals = NO_TOTALS
     ) -> BatchContext:
         """Inputs that all layers share, beside the residual stream; totals of single layers are in `data`."""
-        common = {name: total for name, total in totals.items() if name != "mixtures"}
-        return nnx.merge(self.graph, params).context(positions_BL, segments_BL, common)
+        return nnx.merge(self.graph, params).context(positions_BL, segments_BL, totals)
 
     def final_norm(self, params: Tree, x_BLD: jax.Array) -> jax.Array:
         """The last part of `hidden`: residual stream after the last layer -> input of the head [B, L, D]."""

@@ -17,7 +17,8 @@ from flax import nnx
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.constraints import active_axes, active_mesh, constrain
 from jaxtrain.nn.block import Block, Stats, normalise
-from jaxtrain.nn.layers import BatchContext, BatchTotals, Linear, Norm
+from jaxtrain.nn.layer_table import LayerData, LayerSlot
+from jaxtrain.nn.layers import BatchContext, Linear, Norm
 from jaxtrain.ops.loss import IGNORE
 from jaxtrain.ops.zigzag import shifted_indices
 
@@ -25,26 +26,21 @@ from jaxtrain.ops.zigzag import shifted_indices
 class MTPBlock(nnx.Module):
     """One depth: normalise, concatenate and project residual stream and next embedding, then apply a block."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, mixture: bool) -> None:
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, slot: LayerSlot) -> None:
         D, eps = config.d_model, config.norm_eps
         self.embed_norm = Norm(config.norm, D, ("norm",), eps)
         self.hidden_norm = Norm(config.norm, D, ("norm",), eps)
         self.project = Linear(rngs, "BLE,ED->BLD", (2 * D, D), ("embed", "whole"), config.init_std, None)
-        self.block = Block(config, rngs, mixture)
+        self.block = Block(config, rngs, slot)
         self.norm = Norm(config.norm, D, ("norm",), eps)
 
     def __call__(
-        self,
-        x_BLD: jax.Array,
-        next_BLD: jax.Array,
-        context: BatchContext,
-        window: int | None,
-        layer_totals: BatchTotals,
+        self, x_BLD: jax.Array, next_BLD: jax.Array, context: BatchContext, data: LayerData
     ) -> tuple[jax.Array, Stats]:
         """Output of the depth before and embedding of the next token [B, L, D] -> (output of this depth, stats)."""
         both_BLE = jnp.concatenate([normalise(self.embed_norm, next_BLD), normalise(self.hidden_norm, x_BLD)], axis=-1)
         x_BLD = constrain(self.project(both_BLE), "batch", "residual_seq", "hidden")
-        x_BLD, stats = self.block(x_BLD, context, window, layer_totals)
+        x_BLD, stats = self.block(x_BLD, context, data)
         return normalise(self.norm, x_BLD), stats
 
 

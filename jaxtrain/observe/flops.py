@@ -21,6 +21,7 @@ from typing import Literal
 
 from jaxtrain.config import ModelConfig
 from jaxtrain.nn.activations import ACTIVATIONS
+from jaxtrain.nn.layer_table import layer_table
 from jaxtrain.nn.layers import NORMS
 
 Compute = Literal["float32", "bfloat16", "float16"]
@@ -100,9 +101,8 @@ def training_flops(model: ModelConfig, length: int) -> ModelFlops:
     """Training FLOPs of one position in sequences of `length` positions, by the formula at the top of this file."""
     matmuls = 2 * matmul_weights(model)
     score = 2 * model.n_heads * sum(_head_widths(model))
-    # Blocks of multi-token prediction repeat the last layer.
-    layers = [*range(model.n_layers), *[model.n_layers - 1] * model.mtp]
-    visible = sum(visible_keys(length, model.windows[layer % len(model.windows)]) for layer in layers)
+    layers = layer_table(model)
+    visible = sum(visible_keys(length, layer.window) for layer in layers)
     return ModelFlops(3 * (matmuls + score * visible), 3 * (matmuls + score * length * len(layers)))
 
 
@@ -147,7 +147,8 @@ def count_parameters(model: ModelConfig, active: bool = False) -> int:
 
 
 def _mixtures(model: ModelConfig) -> int:
-    return (model.n_layers - model.moe.first_dense) // model.moe.every if model.moe.experts else 0
+    """Number of mixtures, without those of multi-token prediction."""
+    return sum(slot.mixture is not None for slot in layer_table(model)[: model.n_layers])
 
 
 def _head_widths(model: ModelConfig) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from jaxtrain.data import IGNORE
 from jaxtrain.data.packing import HostBatch
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.mesh.param import STACKS, Param
-from jaxtrain.nn.decoder import mixture_layers
+from jaxtrain.nn.layer_table import mixture_layers
 from jaxtrain.prove.measure import Outcome, StepRunner
 from jaxtrain.train.resolve import Bound
 

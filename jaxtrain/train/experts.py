@@ -17,7 +17,7 @@ import numpy as np
 from jaxtrain.config import AXES, ConfigError, ModelConfig
 from jaxtrain.mesh.rules import Rules
 from jaxtrain.mesh.topology import Topology
-from jaxtrain.nn.decoder import mixture_layers
+from jaxtrain.nn.layer_table import mixture_layers
 from jaxtrain.nn.model import Model
 
 Tree = Any

@@ -23,7 +23,7 @@ from jaxtrain.mesh.layout import Layout, build_layout
 from jaxtrain.mesh.rules import Rules, resolve_rules
 from jaxtrain.mesh.topology import DescribedDevice, Topology, build_topology
 from jaxtrain.nn.activations import ACTIVATIONS
-from jaxtrain.nn.decoder import check_segments
+from jaxtrain.nn.layer_table import check_segments
 from jaxtrain.nn.model import Model, build
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.numerics.remat import check_remat

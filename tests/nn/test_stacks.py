@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxtrain.config import ConfigError, ModelConfig, RematConfig
 from jaxtrain.nn.block import Block
-from jaxtrain.nn.decoder import layer_runs, layers_of, mixture_layers
+from jaxtrain.nn.layer_table import LayerData, LayerSlot, layer_runs, layer_table, layers_of, mixture_layers
 from jaxtrain.nn.layers import BatchContext
 from jaxtrain.nn.model import build
 from jaxtrain.ops import rope
@@ -40,7 +40,7 @@ def batch(seed=0, B=2, L=10):
 @given(first=st.integers(0, 4), every=st.integers(1, 4), periods=st.integers(1, 3))
 def test_order_is_that_of_the_settings(first, every, periods):
     n = first + every * periods
-    config = config_of(n_layers=n, moe={"first_dense": first, "every": every})
+    config = config_of(n_layers=n, windows=[3, None], moe={"first_dense": first, "every": every})
     order = []
     for run in layer_runs(config):
         rows_of = {stack: np.arange(layers_of(config, stack)) for stack, _ in run.pattern}
@@ -50,6 +50,10 @@ def test_order_is_that_of_the_settings(first, every, periods):
     assert [stack == "layers" for stack, _ in order] == mixture
     for stack in ("layers", "dense_layers"):
         assert [row for name, row in order if name == stack] == list(range(layers_of(config, stack)))
+    table = layer_table(config)
+    assert [(slot.stack, slot.row) for slot in table] == order
+    assert [slot.window for slot in table] == [[3, None][i % 2] for i in range(n)]
+    assert [slot.mixture for slot in table if slot.mixture is not None] == list(range(periods))
 
 
 def test_a_dense_model_is_one_stack():
@@ -74,7 +78,10 @@ def test_layers_run_in_their_order(moe):
     tokens, positions, segments = batch()
     first, every = config.moe.first_dense, config.moe.every
     mixtures = [i >= first and (i - first) % every == every - 1 for i in range(6)]
-    graphs = {mixture: nnx.split(Block(config, nnx.Rngs(0), mixture))[0] for mixture in (False, True)}
+    graphs = {
+        mixture: nnx.split(Block(config, nnx.Rngs(0), LayerSlot("", 0, None, 0 if mixture else None)))[0]
+        for mixture in (False, True)
+    }
 
     def by_hand(params):
         context = BatchContext(segments, positions, rope.tables(positions, rope.frequencies(8, 10_000.0)))
@@ -82,7 +89,7 @@ def test_layers_run_in_their_order(moe):
         x = params["embed"]["tokens"][tokens]
         for i, mixture in enumerate(mixtures):
             layer = jax.tree.map(lambda a, row=taken[mixture]: a[row], params["layers" if mixture else "dense_layers"])
-            x, report = nnx.merge(graphs[mixture], layer)(x, context, [3, None, 2, 1][i % 4], {})
+            x, report = nnx.merge(graphs[mixture], layer)(x, context, LayerData([3, None, 2, 1][i % 4]))
             taken[mixture] += 1
             loads += [report["load"]] if mixture else []
             assert bool(report) == mixture
