@@ -10,7 +10,16 @@ from rich.console import Console
 
 from jaxtrain.config import diff_configs
 from jaxtrain.program.report import ProgramReport
-from jaxtrain.report.tables import FittedTable, format_integer, format_number, format_range, gib, percent, print_lines
+from jaxtrain.report.tables import (
+    FittedTable,
+    format_integer,
+    format_number,
+    format_range,
+    gib,
+    percent,
+    print_lines,
+    short_names,
+)
 
 TRAFFIC_HEADS = ("over", "kind", "link", "async", "calls", "GiB", "sent", "ms", "covered", "groups")
 BUFFER_HEADS = ("GiB", "array", "made by", "line")
@@ -52,9 +61,13 @@ def print_compiled(report: ProgramReport, console: Console) -> None:
 def print_compiled_diff(a: ProgramReport, b: ProgramReport, names: tuple[str, str], console: Console) -> None:
     """Print two reports side by side: settings that differ, then every figure."""
     settings = [[key, str(x), str(y)] for key, x, y in diff_configs(a.config, b.config)]
-    console.print(FittedTable(["setting", *names], settings, "Settings that differ"))
-    console.print(FittedTable(["", *names, "ratio"], compiled_diff_rows(a, b), "Compiled"))
-    for name, report in zip(names, (a, b), strict=True):
+    heads = short_names(names)
+    for head, name in zip(heads, names, strict=True):
+        if head != name:
+            print_lines(console, f"{head} is {name}")
+    console.print(FittedTable(["setting", *heads], settings, "Settings that differ"))
+    console.print(FittedTable(["", *heads, "ratio"], compiled_diff_rows(a, b), "Compiled"))
+    for name, report in zip(heads, (a, b), strict=True):
         style = "green" if report.proof.holds else "bold red"
         print_lines(console, "\n".join(f"{name}: {line}" for line in proof_lines(report)), style=style)
 

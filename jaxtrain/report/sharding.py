@@ -99,7 +99,7 @@ def _change_table(difference: Difference) -> FittedTable:
         if changes:
             rows.append(row["path"])
         for names, *cells in changes:
-            rows.append([f"  {', '.join(names)}", *cells])
+            rows.append([f"  {', '.join(name.replace('masters', 'master parameters') for name in names)}", *cells])
             if row["after"] and "weights" in names:
                 dims = zip(row["after"]["names"], _rule_lines(row["after"]), strict=True)
                 rows += [f"    {name}: {rule}" for name, rule in dims if rule != "-"]

@@ -104,6 +104,16 @@ def wrap_cell(text: str, width: int) -> list[str]:
     return lines
 
 
+def short_names(names: Sequence[str]) -> list[str]:
+    """Paths shortened from the left to as few parts as tell them apart: '.../one.yaml', '.../two.yaml'."""
+    parts = [name.split("/") for name in names]
+    for count in range(1, max(map(len, parts)) + 1):
+        tails = ["/".join(one[-count:]) for one in parts]
+        if len(set(tails)) == len(set(names)):
+            break
+    return [tail if tail == name else f".../{tail}" for tail, name in zip(tails, names, strict=True)]
+
+
 def _fit_columns(columns: Sequence[Sequence[str]], numeric: Sequence[bool], width: int) -> tuple[list[int], str] | None:
     """Width of each column and the gap between them; None where the table does not fit."""
     natural = [max(cell_len(line) for cell in column for line in cell.split("\n")) for column in columns]

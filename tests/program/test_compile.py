@@ -250,7 +250,7 @@ def test_a_value_that_only_the_gpu_compiler_refuses() -> None:
 
 def test_a_missing_package_is_named_with_its_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(plan, "PLAN_PACKAGES", tmp_path)
-    with pytest.raises(ConfigError, match=r"run make setup-plan .* or use --target cpu"):
+    with pytest.raises(ConfigError, match=r"run make setup-plan.* or use --target cpu"):
         small()
 
 

@@ -19,10 +19,11 @@ from jaxtrain.program.collectives import DomainProof, Reductions
 from jaxtrain.program.report import FlopsReport, LiveBuffer, MemoryReport, ProgramReport, Traffic
 from jaxtrain.report.compiled import fit_line, print_compiled, print_compiled_diff, tensor_groups
 from jaxtrain.report.page import mesh_svg
-from jaxtrain.report.tables import FittedTable, format_range, gib, wrap_cell
+from jaxtrain.report.tables import FittedTable, format_range, gib, short_names, wrap_cell
 from jaxtrain.report.training import print_summary
 
 WIDE = 4000
+PATHS = ("/a/path/that/is/long/one.yaml", "/a/path/that/is/long/two.yaml")
 Draw = Callable[[Console], None]
 
 
@@ -83,7 +84,7 @@ def tables() -> dict[str, Draw]:
         "no difference": one.diff("train.seed=1").print,
         "stages": lambda console: [console.print(t) for t in schedule_tables(schedule)] and None,
         "compile": lambda console: print_compiled(report, console),
-        "compile diff": lambda console: print_compiled_diff(report, program_report(128), ("a", "b"), console),
+        "compile diff": lambda console: print_compiled_diff(report, program_report(128), PATHS, console),
         "summary": lambda console: print_summary(Path("runs/x"), summary(), console),
     }
 
@@ -133,6 +134,14 @@ def test_numbers_as_text() -> None:
     assert [gib(n * 2**30) for n in (0, 1e-4, 0.005, 0.25, 70)] == ["0.00", "0.0001", "0.005", "0.25", "70.00"]
     shown = [format_range(numbers) for numbers in ([3], [0, 4], [0, 1, 2], [0, 8, 16], [0, 1, 8, 9])]
     assert shown == ["3", "0, 4", "0-2", "0-16/8", "0, 1, 8, 9"]
+
+
+def test_names_are_shortened_from_the_left() -> None:
+    assert short_names(PATHS) == [".../one.yaml", ".../two.yaml"]
+    assert short_names(["a/x.yaml", "b/x.yaml"]) == ["a/x.yaml", "b/x.yaml"]
+    assert short_names(["gpt2", "gpt2"]) == ["gpt2", "gpt2"]
+    text = rendered(lambda console: print_compiled_diff(program_report(), program_report(128), PATHS, console), 80)
+    assert re.search(r"\ntrain.global_batch +64 +128\n", text) and all(path in text for path in PATHS)
 
 
 def test_a_peak_names_its_microbatch() -> None:
