@@ -112,6 +112,13 @@ def test_what_is_no_number(tmp_path: Path, key: str, text: str, words: str) -> N
         assert words in str(error.value).replace(f"{key} is '5'", f"{key} is 5")
 
 
+def test_values_of_a_mapping_without_types_are_read_as_yaml_1_2() -> None:
+    text = "{n: 010, flag: true, name: no, none: null, nested: [1.5, {t: '5'}]}"
+    config = replace(BASE, f"data.sources=[{{registered: docs, options: {text}}}]")
+    expected = {"n": 10, "flag": True, "name": "no", "none": None, "nested": [1.5, {"t": "5"}]}
+    assert config.data.sources[0].options == expected
+
+
 @pytest.mark.parametrize("value", [True, float("inf"), float("nan")])
 def test_python_values_obey_the_same_rules(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.learning_rate"):
