@@ -223,7 +223,7 @@ class Chunk:
         for stack in segment.stacks:
             i, block = index[stack], self.model.block(self.weights, stack)
             layer, data, occupied = jax.tree.map(lambda a, i=i: a[i], tuple(tree[stack] for tree in part))
-            y_BLD, stats = block(self._constrain_layer(stack, layer), x_BLD, context, data)
+            y_BLD, stats = block(self._constrain_weights(stack, layer), x_BLD, context, data)
             if not self.stages.occupied[stack].all():
                 y_BLD = jnp.where(occupied, y_BLD, x_BLD)
                 stats = jax.tree.map(lambda s, on=occupied: jnp.where(on, s, jnp.zeros_like(s)), stats)
@@ -305,22 +305,16 @@ class Chunk:
         gradients = dict(gradients)
         for stack in segment.slots:
             # Constrained before the addition in float32: the sharding of the sum follows the sum, not the addend.
-            addend = self._constrain_layers(stack, gradient[stack])
+            addend = self._constrain_weights(stack, gradient[stack], None)
             slot = self._first_slot(stack, chunk, segment, n)
             gradients[stack] = jax.tree.map(partial(add, slot), gradients[stack], addend)
         return gradients
 
-    def _constrain_layer(self, stack: str, weights: Tree) -> Tree:
-        """One layer's weights, sharded as in the layout."""
-        return weights if self.specs is None else constrain_specs(
-            weights, jax.tree.map(lambda s: PartitionSpec(*s[1:]), self.specs[stack])
-        )  # fmt: skip
-
-    def _constrain_layers(self, stack: str, weights: Tree) -> Tree:
-        """A segment's weights [layers, ...] or their gradients, sharded as in the layout."""
-        return weights if self.specs is None else constrain_specs(
-            weights, jax.tree.map(lambda s: PartitionSpec(None, *s[1:]), self.specs[stack])
-        )  # fmt: skip
+    def _constrain_weights(self, stack: str, weights: Tree, *leading: None) -> Tree:
+        """Weights of a stack's layers, or their gradients, sharded as in the layout after `leading` unsharded dims."""
+        if self.specs is None:
+            return weights
+        return constrain_specs(weights, jax.tree.map(lambda s: PartitionSpec(*leading, *s[1:]), self.specs[stack]))
 
 
 def constrain_specs(tree: Tree, specs: Tree) -> Tree:
