@@ -155,16 +155,20 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
 
 
 def test_the_library_page_runs(tmp_path, monkeypatch):
-    from jaxtrain.api import METRICS, SOURCES
+    from jaxtrain import api
 
+    registered = {
+        api.SOURCES: "counting", api.METRICS: "label_mean", api.OPTIMIZERS: "momentum",
+        api.LEARNING_RATES: "square_root", api.ACTIVATIONS: "silu", api.NORMS: "scale_only",
+    }  # fmt: skip
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
     try:
         for param in blocks("python", [ROOT / "docs" / "library.md"]):
             exec(compile(param.values[0], "docs/library.md", "exec"), scope)
     finally:
-        SOURCES.unregister("counting")
-        METRICS.unregister("label_mean")
+        for registry, name in registered.items():
+            registry.unregister(name)
     assert scope["summary"]["steps"] == 4
     rows = (tmp_path / "runs" / "counting" / "metrics.jsonl").read_text().splitlines()
     assert "label_mean" in rows[0] and "embedding_norm" in rows[1]
