@@ -38,7 +38,7 @@ from jaxtrain.report.sharding import plot_shards, plot_shards_before_after, prin
 from jaxtrain.report.tables import format_bytes
 from jaxtrain.train.batch import BatchShape
 from jaxtrain.train.experts import cross_domain_tokens, crossing_pairs
-from jaxtrain.train.resolve import resolve
+from jaxtrain.train.resolve import Resolved, resolve
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,20 +65,36 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
         notes.append(f"cluster.devices_per_node is null: nodes of {node_size(topology)} devices are assumed")
     if config.data.seq_len in resolved.attention:
         notes.append(f"attention: {resolved.attention[config.data.seq_len]}")
-    params, layout = resolved.model.params, resolved.layout
-    return Inspection(config, devices, topology, params, layout, (*notes, *resolved.notes))
+    return Inspection(resolved, devices, (*notes, *resolved.notes))
 
 
 @dataclass(frozen=True, eq=False)
 class Inspection:
     """A configuration on a mesh: the sharding of each parameter, the rules behind it, and bytes."""
 
-    config: RunConfig
+    resolved: Resolved
     described_devices: int | None
-    topology: Topology
-    params: Any
-    layout: Layout
     notes: tuple[str, ...]
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration, with the described cluster."""
+        return self.resolved.config
+
+    @property
+    def topology(self) -> Topology:
+        """Devices on the mesh."""
+        return self.resolved.topology
+
+    @property
+    def params(self) -> Any:
+        """Tree of Param, in stage order under a pipeline."""
+        return self.resolved.model.params
+
+    @property
+    def layout(self) -> Layout:
+        """Specs of every parameter."""
+        return self.resolved.layout
 
     @cached_property
     def parameters(self) -> list[dict[str, Any]]:
@@ -307,7 +323,7 @@ def inspect_schedule(config: RunConfig, devices: int | None = None, cluster: str
     stages = one.topology.sizes["pipe"]
     if stages == 1:
         raise ConfigError("mesh.pipe is 1: there is no pipeline to show; set mesh.pipe to the number of stages")
-    resolved = resolve(one.config, one.topology)
+    resolved = one.resolved
     assert resolved.schedule is not None
     split = split_stages(build(one.config.model), one.config.pipeline, stages, resolved.schedule.shape.chunks)
     return ScheduleInspection(one, resolved.batch_shape, resolved.schedule, split)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.config import Axis, nearest
 from jaxtrain.mesh.param import Param, make_spec, show_axes
-from jaxtrain.mesh.rules import ACTIVATIONS, FALLBACKS, NAMES, NO_RULE, STRICT, UNRULED, Finding, Rules
+from jaxtrain.mesh.rules import CONSTRAINED_ACTIVATIONS, FALLBACKS, NAMES, NO_RULE, STRICT, UNRULED, Finding, Rules
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _shard(
 def activation_findings(rules: Rules, sizes: Mapping[Axis, int]) -> list[Finding]:
     """Activations whose names would use one mesh axis twice."""
     findings = []
-    for activation, names in ACTIVATIONS.items():
+    for activation, names in CONSTRAINED_ACTIVATIONS.items():
         used: dict[Axis, str] = {}
         for name in names:
             for axis in rules.axes(name):

@@ -47,7 +47,7 @@ UNRULED = (WHOLE, DEPTHS)
 """Names without an entry in the table."""
 ACTIVATION_ONLY = {"batch", "seq_len", "residual_seq", "hidden"}
 # Activations that the decoder constrains: their names must not use one axis twice either.
-ACTIVATIONS: dict[str, tuple[str, ...]] = {
+CONSTRAINED_ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "residual": ("batch", "residual_seq", "hidden"),
     "half-block input": ("batch", "seq_len", "hidden"),
     "queries": ("batch", "seq_len", "heads", "head_dim"),

@@ -32,7 +32,7 @@ from jaxtrain.ops.reference import uses_reference
 BUFFER_BYTES = 2**28
 """Upper bound of one receive buffer [R, D], which sets the number of chunks; about eight are live at once."""
 
-Axes = tuple[Axis, ...]
+AxisTuple = tuple[Axis, ...]
 HiddenFunction = Callable[[jax.Array | None, jax.Array], jax.Array]
 """(gate or None, up) -> input of the down projection."""
 
@@ -104,15 +104,15 @@ def mixture(
 class ExpertSharding(NamedTuple):
     """Mesh axes that shard the dims of tokens and of experts."""
 
-    batch: Axes
-    length: Axes
-    experts: Axes
-    mlp: Axes
+    batch: AxisTuple
+    length: AxisTuple
+    experts: AxisTuple
+    mlp: AxisTuple
     maps: Experts
     """Specs of the experts' arrays."""
 
     @property
-    def tokens(self) -> Axes:
+    def tokens(self) -> AxisTuple:
         """Axes whose devices hold different tokens."""
         return self.batch + self.length
 
@@ -120,7 +120,7 @@ class ExpertSharding(NamedTuple):
 class DispatchShape(NamedTuple):
     """Static sizes of the dispatch on one device."""
 
-    axes: Axes
+    axes: AxisTuple
     """Axes of an expert group; () if each device holds all experts."""
     peers: int
     """Number of devices of an expert group."""
@@ -147,7 +147,7 @@ def _sharding(shape: tuple[int, ...], experts: Experts) -> ExpertSharding:
     mlp = tuple(axis for axis in _axes("mlp", F) if axis not in owners)
     embed, norm = _axes("embed", D), _axes("norm", D)
 
-    def specs(linear: ExpertLinear, *dims: Axes, bias: Axes) -> ExpertLinear:
+    def specs(linear: ExpertLinear, *dims: AxisTuple, bias: AxisTuple) -> ExpertLinear:
         return ExpertLinear(make_spec((owners, *dims)), None if linear.bias is None else make_spec((owners, bias)))
 
     gate = experts.gate and specs(experts.gate, embed, mlp, bias=mlp)
@@ -155,13 +155,13 @@ def _sharding(shape: tuple[int, ...], experts: Experts) -> ExpertSharding:
     return ExpertSharding(batch, length, owners, mlp, maps)
 
 
-def _axes(name: str, size: int) -> Axes:
+def _axes(name: str, size: int) -> AxisTuple:
     """Axes that shard a parameter's dim; () for a dim that they do not divide (rules.allow: indivisible)."""
     axes = active_axes(name)
     return () if size % _extent(axes) else axes
 
 
-def _extent(axes: Axes) -> int:
+def _extent(axes: AxisTuple) -> int:
     mesh = active_mesh()
     return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 

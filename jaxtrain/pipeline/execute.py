@@ -24,12 +24,11 @@ from numpy.typing import NDArray
 
 from jaxtrain.mesh.constraints import active_mesh, constrain
 from jaxtrain.pipeline.buffers import DEVICE_STORE, RESIDUAL_STREAM, SlotStore
-from jaxtrain.pipeline.chunk import Chunk, StageState, TokenFields, constrain_specs
+from jaxtrain.pipeline.chunk import Chunk, StageState, Sums, TokenFields, constrain_specs
 from jaxtrain.pipeline.table import Schedule
 
 Tree = Any
 Batch = dict[str, jax.Array]
-Sums = dict[str, Any]
 TickRow = dict[str, Any]
 Head = Callable[[Tree, jax.Array, Batch], tuple[jax.Array, Sums]]
 """(weights, residual stream after the last layer, the microbatch's fields) -> (objective, sums) of a microbatch."""

@@ -12,8 +12,8 @@ from jaxtrain.config import RematConfig
 from jaxtrain.nn.block import Stats
 from jaxtrain.nn.layers import NO_TOTALS, BatchTotals
 from jaxtrain.nn.model import KEEP_ALL, Model, Tree
-from jaxtrain.pipeline.chunk import Chunk
-from jaxtrain.pipeline.execute import Batch, Pipeline, Sums
+from jaxtrain.pipeline.chunk import Chunk, Sums
+from jaxtrain.pipeline.execute import Batch, Pipeline
 from jaxtrain.pipeline.schedule import forward_schedule
 from jaxtrain.pipeline.stages import Stages
 from jaxtrain.pipeline.table import PipelineShape

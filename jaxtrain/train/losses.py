@@ -22,8 +22,7 @@ import jax
 
 from jaxtrain.config import Registry, RunConfig
 from jaxtrain.ops.loss import IGNORE, loss_sums
-
-Sums = dict[str, jax.Array]
+from jaxtrain.pipeline.chunk import Sums
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ METRICS: Registry[Metric] = Registry("train.metrics")
 
 
 @LOSSES.register("cross_entropy")
-def cross_entropy(inputs: HeadInputs) -> tuple[jax.Array, Sums]:
+def cross_entropy_loss(inputs: HeadInputs) -> tuple[jax.Array, Sums]:
     """Cross entropy in nats plus train.z_loss times the squared log-partition (PaLM), in chunks over the vocabulary."""
     softcap, z_weight = inputs.config.model.logit_softcap, inputs.config.train.z_loss
     return loss_sums(inputs.x_BLD, inputs.head_DV, inputs.batch["labels"], softcap, inputs.batch_shards, z_weight)

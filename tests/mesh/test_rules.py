@@ -12,7 +12,7 @@ from jaxtrain.mesh.constraints import constrain, use_rules
 from jaxtrain.mesh.layout import build_layout
 from jaxtrain.mesh.param import Param
 from jaxtrain.mesh.resolution import spec_for
-from jaxtrain.mesh.rules import ACTIVATIONS, NAMES, PRESETS, resolve_rules
+from jaxtrain.mesh.rules import CONSTRAINED_ACTIVATIONS, NAMES, PRESETS, resolve_rules
 from jaxtrain.mesh.topology import build_topology
 
 
@@ -283,4 +283,4 @@ def test_a_context_ends_with_its_block():
     with pytest.raises(RuntimeError), use_rules(rules("ddp"), mesh_of()):
         raise RuntimeError
     assert constrain(jnp.ones(3), "mpl") is not None
-    assert set().union(*ACTIVATIONS.values()) <= set(NAMES)
+    assert set().union(*CONSTRAINED_ACTIVATIONS.values()) <= set(NAMES)
