@@ -124,7 +124,7 @@ def test_unknown_preset_and_axis_and_name():
         rules("fspd")
     with pytest.raises(ConfigError, match=r"rules\.mlp is 'tensr'.*'tensor'"):
         validate({"rules": {"mlp": "tensr"}})
-    with pytest.raises(ConfigError, match=r"unknown setting rules\.mpl \(did you mean mlp\?\)"):
+    with pytest.raises(ConfigError, match=r"unknown setting rules\.mpl \(did you mean rules\.mlp\?\)"):
         validate({"rules": {"mpl": "tensor"}})
     with pytest.raises(ConfigError, match=r"unknown logical name 'mpl' \(did you mean mlp\?\)"):
         rules("ddp").axes("mpl")
