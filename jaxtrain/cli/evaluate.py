@@ -25,14 +25,13 @@ class Eval(Verb):
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Restore, evaluate, print."""
-        from jaxtrain.train.step import jit_evaluate
-        from jaxtrain.train.use import held_out, mean_loss, open_run
+        from jaxtrain.train.use import evaluate
 
-        opened = open_run(self.run, overrides)
-        batches = held_out(opened.setup, opened.corpus)
-        loss, scored = mean_loss(jit_evaluate(opened.setup.step), opened.params, batches)
+        found = evaluate(self.run, overrides)
         if self.json:
-            print_json({"step": opened.step, "eval_loss": loss, "scored_tokens": scored})
+            print_json(found)
         else:
-            print(f"step {opened.step}: held-out loss {loss:.4f} over {scored:,} tokens")
+            print(
+                f"step {found['step']}: held-out loss {found['eval_loss']:.4f} over {found['scored_tokens']:,} tokens"
+            )
         return 0

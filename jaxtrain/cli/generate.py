@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar
 from pydantic.dataclasses import dataclass
 
 from jaxtrain.cli.verb import VERB, Positional, Verb
-from jaxtrain.config import ConfigError
 
 
 @dataclass(frozen=True, config=VERB)
@@ -31,14 +30,7 @@ class Generate(Verb):
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Restore, sample, print."""
-        from jaxtrain.train.use import continue_text, open_run
+        from jaxtrain.train.use import generate
 
-        if self.tokens < 1 or self.temperature < 0:
-            raise ConfigError(
-                f"--tokens {self.tokens} --temperature {self.temperature}: use at least 1 token and a temperature of "
-                "at least 0"
-            )
-        opened = open_run(self.run, overrides)
-        options = (self.prompt, self.tokens, self.temperature, self.seed)
-        print(continue_text(opened.setup, opened.corpus, opened.params, *options))
+        print(generate(self.run, self.prompt, self.tokens, self.temperature, self.seed, overrides))
         return 0

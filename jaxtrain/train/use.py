@@ -102,7 +102,9 @@ def generate(
     Raises ConfigError like `open_run`, and for a prompt that fills data.seq_len.
     """
     if tokens < 1 or temperature < 0:
-        raise ConfigError(f"tokens {tokens} and temperature {temperature}: at least 1 token, temperature at least 0")
+        raise ConfigError(
+            f"--tokens {tokens} --temperature {temperature}: use at least 1 token and a temperature of at least 0"
+        )
     opened = open_run(Path(directory), overrides)
     return continue_text(opened.setup, opened.corpus, opened.params, prompt, tokens, temperature, seed)
 
