@@ -17,6 +17,12 @@ class Phase:
     seq_len: int
     global_batch: int
 
+    def to_json(self) -> dict[str, int]:
+        """Plain values; `length` is the older key of seq_len, which stays in outputs."""
+        return {
+            "start": self.start, "seq_len": self.seq_len, "length": self.seq_len, "global_batch": self.global_batch
+        }  # fmt: skip
+
 
 def phases_of(data: DataConfig, train: TrainConfig) -> tuple[Phase, ...]:
     """The phases of a run; without data.schedule there is one.

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -107,7 +107,7 @@ class Preview:
             "corpus": self.corpus.describe(),
             "packing": self.config.data.packing,
             "long": self.config.data.overlong,
-            "phases": [asdict(phase) for phase in self.phases],
+            "phases": [phase.to_json() for phase in self.phases],
             "sources": self.sources,
             "tokens_an_epoch": int(self.pieces.targets.sum()),
             "run_tokens": self.run_tokens,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from typing import Any
 
@@ -61,5 +60,5 @@ class PhaseSteps:
         bound = self._bound
         if len(bound.phases) == 1:
             return self.meter.summary()
-        phases = [dataclasses.asdict(bound.phases[index]) | each.summary() for index, each in self.meters.items()]
+        phases = [bound.phases[index].to_json() | each.summary() for index, each in self.meters.items()]
         return {"phases": phases, **self.meter.summary()}
