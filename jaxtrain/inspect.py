@@ -23,7 +23,7 @@ from jaxtrain.mesh.layout import PARTS, Layout, bytes_per_device, flatten_paths,
 from jaxtrain.mesh.param import Param, show_axes, spec_axes
 from jaxtrain.mesh.resolution import Reason
 from jaxtrain.mesh.rules import ACTIVATION_ONLY, EXTRAS, NAMES, resolve_rules
-from jaxtrain.mesh.topology import Topology, build_topology, node_size
+from jaxtrain.mesh.topology import Topology, build_topology, described_devices, node_size
 from jaxtrain.nn.layer_table import mixture_layers
 from jaxtrain.nn.model import build
 from jaxtrain.numerics.precision import Precision
@@ -31,7 +31,7 @@ from jaxtrain.optim import build_optimizer
 from jaxtrain.pipeline.schedule import Schedule, ScheduleTimeline, classic_orders, timeline
 from jaxtrain.pipeline.split import StageSplit, split_stages
 from jaxtrain.pipeline.table import Costs
-from jaxtrain.program.cards import describe_machine
+from jaxtrain.program.cards import capability_of
 from jaxtrain.report.mesh import plot_mesh
 from jaxtrain.report.schedule import print_schedule, schedule_svg
 from jaxtrain.report.sharding import plot_shards, plot_shards_before_after, print_difference, print_inspection
@@ -56,9 +56,8 @@ def inspect(config: RunConfig, devices: int | None = None, cluster: str | None =
     if devices is not None and devices < 1:
         raise ConfigError(f"devices is {devices}: describe at least one")
     described = devices is not None or machine.nodes is not None
-    topology = build_topology(
-        config.mesh, machine, describe_machine(machine, devices) if described else list(jax.devices())
-    )
+    devices_found = described_devices(machine, devices, capability_of(machine)) if described else list(jax.devices())
+    topology = build_topology(config.mesh, machine, devices_found)
     resolved = resolve(config, topology)
     notes = []
     if described and machine.devices_per_node is None:

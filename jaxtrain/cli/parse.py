@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic import ValidationError
 
 from jaxtrain.cli.verb import Positional, Verb
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config import ConfigError, RunConfig, nearest
 from jaxtrain.config.suggest import suggest_key
 from jaxtrain.config.values import Plain, read_value, union_branches
 
@@ -49,7 +49,9 @@ def parse_verb(name: str, kind: type[Verb], words: Sequence[str]) -> Verb:
     except ValidationError as error:
         first = error.errors()[0]
         option = _option(str(first["loc"][0]))
-        raise ConfigError(f"{option} {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}") from None
+        choices = re.findall(r"'([^']+)'", str(first.get("ctx", {}).get("expected", "")))
+        near = nearest(str(first["input"]), choices)
+        raise ConfigError(f"{option} {first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}{near}") from None
 
 
 def make_parser(name: str, kind: type[Verb], epilog: str = "") -> argparse.ArgumentParser:

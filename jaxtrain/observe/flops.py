@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jaxtrain.config import ModelConfig
-from jaxtrain.nn.activations import ACTIVATIONS
-from jaxtrain.nn.layer_table import layer_table
-from jaxtrain.nn.layers import NORMS
+
+if TYPE_CHECKING:
+    from jaxtrain.nn.layer_table import LayerSlot
 
 Compute = Literal["float32", "bfloat16", "float16"]
 
@@ -101,7 +101,7 @@ def training_flops(model: ModelConfig, length: int) -> ModelFlops:
     """Training FLOPs of one position in sequences of `length` positions, by the formula at the top of this file."""
     matmuls = 2 * matmul_weights(model)
     score = 2 * model.n_heads * sum(_head_widths(model))
-    layers = layer_table(model)
+    layers = _layer_slots(model)
     visible = sum(visible_keys(length, layer.window) for layer in layers)
     return ModelFlops(3 * (matmuls + score * visible), 3 * (matmuls + score * length * len(layers)))
 
@@ -136,7 +136,7 @@ def count_parameters(model: ModelConfig, active: bool = False) -> int:
     """
     mixtures, depths = _mixtures(model), 0 if active else model.mtp
     experts = model.moe.top_k if active else model.moe.experts
-    norm = model.d_model * (2 if NORMS[model.norm].bias else 1)
+    norm = model.d_model * _norm_vectors(model)
     attention = _attention(model) + _attention_vectors(model) + 2 * norm
     mixture = _experts(model, experts) + _mixture_vectors(model, experts)
     dense = _dense(model) + _biases(model, model.d_ff)
@@ -148,7 +148,7 @@ def count_parameters(model: ModelConfig, active: bool = False) -> int:
 
 def _mixtures(model: ModelConfig) -> int:
     """Number of mixtures, without those of multi-token prediction."""
-    return sum(slot.mixture is not None for slot in layer_table(model)[: model.n_layers])
+    return sum(slot.mixture is not None for slot in _layer_slots(model)[: model.n_layers])
 
 
 def _head_widths(model: ModelConfig) -> tuple[int, int]:
@@ -177,9 +177,27 @@ def _attention_vectors(model: ModelConfig) -> int:
     return biases + norms + latent + model.n_heads * model.attention_sinks
 
 
+# What follows is read from the modules that define it when FLOPs are counted: reading a compiled program needs no jax.
+
+
+def _layer_slots(model: ModelConfig) -> tuple[LayerSlot, ...]:
+    from jaxtrain.nn.layer_table import layer_table
+
+    return layer_table(model)
+
+
 def _matrices(model: ModelConfig) -> int:
     """Number of matrices of a feed-forward layer."""
+    from jaxtrain.nn.activations import ACTIVATIONS
+
     return 3 if ACTIVATIONS[model.activation].gated else 2
+
+
+def _norm_vectors(model: ModelConfig) -> int:
+    """Number of vectors of a norm: a scale, and a bias where its kind has one."""
+    from jaxtrain.nn.layers import NORMS
+
+    return 2 if NORMS[model.norm].bias else 1
 
 
 def _dense(model: ModelConfig) -> int:

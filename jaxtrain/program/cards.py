@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxtrain.config import ClusterConfig, ConfigError, nearest
-from jaxtrain.mesh.topology import DescribedDevice, described_devices
 from jaxtrain.observe.flops import peak_flops
 
 KIB = 1024
@@ -66,10 +65,10 @@ def card_of(cluster: ClusterConfig) -> Card:
     return CARDS[name]
 
 
-def describe_machine(cluster: ClusterConfig, n: int | None = None) -> list[DescribedDevice]:
-    """`n` devices (None: all) of a described cluster, with the compute capability of its card if it is known."""
+def capability_of(cluster: ClusterConfig) -> str | None:
+    """Compute capability of a described cluster's card, such as "9.0"; None if the card is not in the table."""
     card = CARDS.get(cluster.device or "")
-    return described_devices(cluster, n, ".".join(map(str, card.capability)) if card else None)
+    return ".".join(map(str, card.capability)) if card else None
 
 
 def cluster_target(cluster: ClusterConfig) -> str:

@@ -192,7 +192,7 @@ def test_matmuls_between_start_and_done_cover_the_transfer(form: str, peak: floa
 
 
 def test_a_start_that_the_backend_runs_in_line_hides_nothing() -> None:
-    text = overlap("plain").replace(GROUPS, f"{GROUPS}, backend_config={{{SYNC}}}", 2)
+    text = overlap("tuple").replace(GROUPS, f"{GROUPS}, backend_config={{{SYNC}}}", 2)
     [one] = collective(text)
     assert not one.asynchronous and one.flops_between == 0 and one.covered == 0.0
 
@@ -210,7 +210,7 @@ def test_a_fused_collective_in_line_is_found() -> None:
 
 
 def test_a_start_without_its_end_is_reported() -> None:
-    start = STARTS["plain"][0].replace("GROUPS", GROUPS)
+    start = STARTS["tuple"][0].replace("GROUPS", GROUPS)
     program = read_program(module(f"%a = f32[100,50] parameter(0)\nROOT %start = {start}"))
     assert [one.where for one in unread_collectives(program)] == ["main: start"]
 
@@ -228,7 +228,7 @@ def test_work_of_a_loop_between_start_and_done_counts_its_trips() -> None:
       ROOT %yes = pred[] constant(true)
     }
     """.replace("\n    ", "\n")
-    entry = OVERLAP.replace("START", STARTS["plain"][0]).replace("DONE", "all-gather-done").replace(
+    entry = OVERLAP.replace("START", STARTS["tuple"][0]).replace("DONE", "all-gather-done").replace(
         "%one = f32[100,200] dot(%a, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
         "%zero = s32[] constant(0)\n%in = (s32[], f32[100,50]) tuple(%zero, %a)\n"
         "%one = (s32[], f32[100,50]) while(%in), condition=%test, body=%body, "

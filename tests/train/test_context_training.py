@@ -106,7 +106,8 @@ def test_rows_that_do_not_divide_are_padded_and_not_scored() -> None:
     setup, one = setup_of(config), setup_of(config_of(model=MODEL, data={"seq_len": 30}), 1)
     assert setup.abstract_batch["tokens"].shape == (1, ROWS, LENGTH)
     assert setup.batch_shape.show_stored(30) == (
-        "4 tokens of each row a device; 30 tokens do not divide and are padded to 32: 2 a row, 32 an update, not scored"
+        "4 tokens of each sequence a device; 30 tokens do not divide and are padded to 32: 2 a sequence, 32 a step, "
+        "not scored"
     )
     rows = rows_over_borders(30)
     loss, scored = evaluate(setup, rows)

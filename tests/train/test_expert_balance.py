@@ -92,7 +92,7 @@ def test_experts_that_leave_a_domain_are_refused_unless_allowed() -> None:
     tree: dict[str, Any] = {
         "model": {**MODEL, "n_heads": 4, "moe": MOE}, "mesh": {"expert": 8}, "cluster": {"domain_size": 4},
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"torn 4 \+ 4 over 2 fast domains"):
+    with pytest.raises(ConfigError, match=r"spans 2 fast domains, 4 \+ 4 devices"):
         bind(config_of(**tree), jax.devices())
     tree["mesh"]["allow_cross_domain"] = ["expert"]
     setup = bind(config_of(**tree), jax.devices())

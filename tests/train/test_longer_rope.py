@@ -26,7 +26,7 @@ def test_positions_may_be_stretched_where_longer_rows_begin(tmp_path: Path, caps
     said = capsys.readouterr().out
     assert result["updates"] == 4 and result["resumed_from"] == 2
     assert "model.rope.scaling changed from 'none' to 'yarn'" in said
-    assert "attention of rows of 32: xla (attention.backend)" in said
+    assert "attention of sequences of 32: xla (attention.backend)" in said
     assert '"z_loss"' in (tmp_path / "run" / "metrics.jsonl").read_text()
 
     tree["model"]["rope"] = {"scaling": "none", "theta": 5000.0}

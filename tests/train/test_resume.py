@@ -106,7 +106,7 @@ def test_kill_and_rerun_repeats_the_unbroken_losses(
     assert process.returncode == -signal.SIGKILL
     output = finish(start(place, run))
     if not asynchronous:
-        assert re.search(r"resumed at update [36]", output), output
+        assert re.search(r"resumed at step [36]", output), output
     assert rows(place, run) == unbroken
 
 

@@ -78,7 +78,7 @@ def test_a_scheduled_run_compiles_once_a_phase_and_counts_every_token(
 ) -> None:
     config = config_of(place)
     result, compiled = unbroken
-    assert sum("jit(update)" in message for message in compiled) == len(SCHEDULE), compiled
+    assert sum("jit(train_step)" in message for message in compiled) == len(SCHEDULE), compiled
     stream = open_stream(prepare(config).train, config)
     batches = [next(stream) for _ in range(UPDATES)]
     assert [batch["tokens"].shape for batch in batches] == [(16, 16)] * 3 + [(8, 32)] * 3 + [(24, 24)] * 2
