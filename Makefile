@@ -13,6 +13,7 @@ PROVE_ops := tests/ops
 PROVE_schedules := tests/pipeline/test_pipeline_executor.py tests/pipeline/test_pipeline_gate.py tests/pipeline/test_pipeline_work.py
 PROVE_pipelines := tests/pipeline/test_pipelined_checkpoints.py tests/pipeline/test_pipelined_training.py
 PROVE_programs := tests/pipeline/test_pipelined_program.py tests/program
+PROVE_package := tests/docs/test_docs.py tests/test_package.py
 PROVE_faults := tests/prove/test_faults.py
 PROVE_hub := tests/prove/test_hub_reference.py
 PROVE_precision := tests/prove/test_low_precision.py

@@ -10,6 +10,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import jaxtrain
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +42,7 @@ def test_every_proof_is_in_one_part_of_make_prove() -> None:
     assert marked - {Path(__file__)} <= set(files)
 
 
+@pytest.mark.prove
 def test_a_wheel_works_from_another_directory(tmp_path: Path) -> None:
     def run(*command: str | Path, **more: str) -> str:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | more

@@ -154,6 +154,7 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(tmp_path):
         assert "<!-- generated" not in text
 
 
+@pytest.mark.prove
 def test_the_library_page_runs(tmp_path, monkeypatch):
     from jaxtrain import api
 
