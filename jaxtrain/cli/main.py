@@ -22,7 +22,7 @@ from jaxtrain.cli.tokenize import Tokenize
 from jaxtrain.cli.train import Train
 from jaxtrain.cli.verb import Verb, run_verb
 from jaxtrain.cli.verify import Verify
-from jaxtrain.config import CONFIG_ROOT, ConfigError, nearest
+from jaxtrain.config import CONFIG_ROOT, ConfigError, RunError, nearest
 from jaxtrain.launch.process import enough_threads
 
 VERBS: dict[str, type[Verb]] = {
@@ -52,7 +52,7 @@ overrides:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status.
 
-    A ConfigError becomes one message on stderr and status 2, an interrupt status 130.
+    A ConfigError or RunError becomes one message on stderr and its status (2 for a setting), an interrupt 130.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     # Orbax logs tracebacks of damaged files before our one message.
@@ -61,9 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         enough_threads(int(simulated))
     try:
         return _main(words)
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:
         print("jaxtrain: interrupted; the same command resumes from the newest checkpoint", file=sys.stderr)
         return 130

@@ -1,7 +1,15 @@
 """Settings of a run: schema, loading, overrides, dump."""
 
 from jaxtrain.config.data import DataConfig, PhaseConfig, SourceConfig, TokenizerConfig
-from jaxtrain.config.errors import ConfigError, nearest
+from jaxtrain.config.errors import (
+    ConfigError,
+    CorruptionError,
+    DivergedError,
+    RunError,
+    StoppedError,
+    StorageError,
+    nearest,
+)
 from jaxtrain.config.load import (
     CONFIG_ROOT,
     diff_configs,
@@ -36,9 +44,9 @@ from jaxtrain.config.settings import (
 
 __all__ = [
     "AXES", "CONFIG_ROOT", "AttentionConfig", "Axes", "Axis", "CheckpointConfig", "ClusterConfig", "ConfigError",
-    "DataConfig", "EvalConfig", "MeshConfig", "MlaConfig", "ModelConfig", "MoeConfig", "ObserveConfig",
-    "OptimizerConfig", "PhaseConfig", "PipelineConfig", "PrecisionConfig", "Registry", "RematConfig", "RopeConfig",
-    "RulesConfig", "RunConfig", "SourceConfig", "TokenizerConfig", "TrainConfig", "diff_configs", "dump_config",
-    "is_run",
-    "load_config", "named_cluster", "nearest", "replace", "to_tree", "validate",
+    "CorruptionError", "DataConfig", "DivergedError", "EvalConfig", "MeshConfig", "MlaConfig", "ModelConfig",
+    "MoeConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig", "PipelineConfig", "PrecisionConfig", "Registry",
+    "RematConfig", "RopeConfig", "RulesConfig", "RunConfig", "RunError", "SourceConfig", "StoppedError",
+    "StorageError", "TokenizerConfig", "TrainConfig", "diff_configs", "dump_config", "is_run", "load_config",
+    "named_cluster", "nearest", "replace", "to_tree", "validate",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import jax
 
-from jaxtrain.config import ConfigError
+from jaxtrain.config import ConfigError, RunError
 from jaxtrain.launch.process import ProcessInfo, explicit_process, scheduled_process, split_address
 
 FAILED = 13
@@ -178,9 +178,9 @@ def _is_loopback(host: str) -> bool:
 
 def _print_error(error: BaseException) -> int:
     """Print on stderr why a process ends; returns its exit status."""
-    if isinstance(error, ConfigError):
+    if isinstance(error, ConfigError | RunError):
         print(f"jaxtrain: {error}", file=sys.stderr)
-        return 2
+        return error.status
     if isinstance(error, SystemExit):
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
