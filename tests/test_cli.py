@@ -13,6 +13,7 @@ from jaxtrain.cli.main import VERBS, help_of
 from jaxtrain.cli.train import default_run
 from jaxtrain.config import ConfigError, RunConfig, dump_config, load_config
 from jaxtrain.config.suggest import SYNONYMS, setting_keys, suggest_key
+from jaxtrain.train.loop import train
 
 
 @pytest.fixture
@@ -58,6 +59,8 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
         ("--data.virtual_shards=3", "data.virtual_shards 3 does not divide"),
         ("--data.sources=[{text: /nowhere/at/all}]", "/nowhere/at/all"),
         ("--model.n_kv_heads=3", "model.n_kv_heads 3 does not divide"),
+        ("--data.cache=s3://bucket/cache", "data.cache is the URL s3://bucket/cache"),
+        ("--data.tokenizer.path=gs://bucket/t.json", "data.tokenizer.path is the URL gs://bucket/t.json"),
     ],
 )
 def test_bad_settings(run: Any, override: str, words: str) -> None:
@@ -85,6 +88,30 @@ def test_run_directory_that_is_something_else(run: Any, capsys: pytest.CaptureFi
     assert main(["train", str(run.folder / "run.yaml"), "--run", str(run.folder / "home")]) == 2
     assert "is not empty and not a run" in capsys.readouterr().err
     assert [p.name for p in (run.folder / "home").iterdir()] == ["letter.txt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["train", "tiny", "--run", "s3://bucket/x"], "--run"),
+        (["launch", "tiny", "--processes", "2", "--run", "gs://bucket/x"], "--run"),
+        (["eval", "az://bucket/x"], "RUN"),
+        (["import-hf", "folder", "s3://bucket/x"], "RUN"),
+        (["export-hf", "runs/x", "hf://bucket/x"], "DIR"),
+        (["tokenize", "tiny", "--out", "memory://x"], "--out"),
+        (["train", "tiny", "--run", "file:///tmp/x"], "--run"),
+    ],
+)
+def test_urls_are_no_folders(
+    words: list[str], name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"jaxtrain: {name} is the URL ") and "name" in message, message
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="is the URL s3://bucket"):
+        train(load_config("tiny"), Path("s3://bucket/x"))
 
 
 def test_missing_config_names_the_shipped_ones(capsys: pytest.CaptureFixture[str]) -> None:

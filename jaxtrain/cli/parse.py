@@ -8,12 +8,14 @@ import inspect
 import re
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import ValidationError
 
 from jaxtrain.cli.verb import Positional, Verb
 from jaxtrain.config import ConfigError, RunConfig, nearest
+from jaxtrain.config.paths import require_local
 from jaxtrain.config.suggest import suggest_key
 from jaxtrain.config.values import Plain, read_value, union_branches
 
@@ -44,6 +46,10 @@ def parse_verb(name: str, kind: type[Verb], words: Sequence[str]) -> Verb:
         raise ConfigError(_unknown(name, kind, unknown[0]))
     fields = kind.__pydantic_fields__
     values = {key: _read(value, fields[key].annotation) for key, value in vars(found).items()}
+    for key, value in values.items():
+        if Path in union_branches(fields[key].annotation):
+            position = next((mark for mark in fields[key].metadata if isinstance(mark, Positional)), None)
+            require_local(value, position.metavar if position else _option(key))
     try:
         return kind(**values)
     except ValidationError as error:

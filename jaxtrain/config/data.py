@@ -8,6 +8,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from jaxtrain.config.paths import url_fault
 from jaxtrain.config.section import Section
 
 SOURCE_SUFFIXES: dict[str, tuple[str, ...]] = {
@@ -123,6 +124,13 @@ class TokenizerConfig(Section):
     vocab_size: PositiveInt = 4096
     """Entries of a trained tokenizer."""
 
+    @field_validator("path")
+    @classmethod
+    def _is_local(cls, path: str | None) -> str | None:
+        if path is not None and (fault := url_fault(path, "data.tokenizer.path")):
+            raise ValueError(fault)
+        return path
+
 
 class PhaseConfig(Section):
     """One phase of a schedule of batch shapes."""
@@ -183,6 +191,13 @@ class DataConfig(Section):
         raise ValueError(
             f"data.sources is {value!r}: it must be a list of mappings, one a source. {source_syntax(fixed)}"
         )
+
+    @field_validator("cache")
+    @classmethod
+    def _cache_is_local(cls, cache: str) -> str:
+        if fault := url_fault(cache, "data.cache"):
+            raise ValueError(fault)
+        return cache
 
     @model_validator(mode="after")
     def _schedule_rises(self) -> DataConfig:

@@ -15,6 +15,7 @@ from jaxtrain.checkpoint import Checkpoints, gather_json
 from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError, RunConfig, load_config, validate
 from jaxtrain.config.load import apply_overrides, read_yaml
+from jaxtrain.config.paths import require_local
 from jaxtrain.data import Corpus, TextTokenizer, open_stream, prepare, resolve_virtual_shards, shards_of_rows
 from jaxtrain.data.corpus import cache_of, list_sources, tokenizer_of
 from jaxtrain.hub.families import FAMILIES, family_of
@@ -120,6 +121,7 @@ def _check_tokenizer(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _check_new(run: Path) -> None:
+    require_local(run, "RUN")
     if run.is_file() or (run.is_dir() and any(run.iterdir())):
         raise ConfigError(f"{run} exists already: name a new or empty run directory")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtrain.config import Axis, ConfigError, RunConfig, diff_configs, dump_config, load_config, to_tree
+from jaxtrain.config.paths import require_local
 from jaxtrain.data import Corpus
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.files import write_atomic
@@ -53,6 +54,7 @@ def check_same_run(directory: Path, config: RunConfig) -> list[str]:
 
     Raises ConfigError listing the keys when a setting differs that a resumed run may not change.
     """
+    require_local(directory, "--run")
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--run {directory} is a file: name a directory")
     path = directory / "config.yaml"
