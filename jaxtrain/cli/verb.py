@@ -44,6 +44,8 @@ def run_verb(verb: Verb, overrides: Sequence[str]) -> int:
     if process is None:
         return verb(overrides)
     from jaxtrain.launch.distributed import guard, join
+    from jaxtrain.launch.heartbeat import report_phase
 
+    report_phase("join")
     join(*process)
     return guard(lambda: verb(overrides))

@@ -14,6 +14,7 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import RunConfig, to_tree
 from jaxtrain.data import prepare
 from jaxtrain.launch.distributed import barrier
+from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.log import Log
 from jaxtrain.train.feed import BatchFeed
@@ -34,9 +35,10 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
     ConfigError for any setting, corpus or checkpoint that a user can fix; nothing is written before the configuration
     is known to be sound.
     """
-    started, directory = time.perf_counter(), Path(directory)
+    started, began, directory = time.perf_counter(), time.time(), Path(directory)
     bound = bind(config)
     changes = check_same_run(directory, config)
+    report_phase("data")
     corpus = prepare(config)
     primary = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
@@ -44,20 +46,27 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
         log = stack.enter_context(contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)))
         hooks = (*([Evaluate(bound, corpus)] if config.eval.every else []), *hooks)
         # Nothing was written so far. No process may look at the directory while another fills it.
+        report_phase("barrier")
         barrier("checked")
         checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
         stack.enter_context(contextlib.closing(checkpoints))
         run = Run(bound, corpus, feed, checkpoints, log, directory)
+        stack.enter_context(run.recorded_end())
         if primary:
             write_run(directory, config, describe_sharding(bound), environment())
         for line in (*startup_report(bound, corpus), *changes, *(f"record skipped: {why}" for why in corpus.reasons)):
             log.info(line)
         run.restore()
+        run.event(
+            "start", began=began, step=run.step, resumed_from=run.resumed_from, processes=jax.process_count(),
+            mesh=bound.topology.sizes, changes=changes,
+        )  # fmt: skip
         if run.step >= config.train.steps and (finished := read_summary(directory)):
             log.info(f"this run has its {run.step} steps: nothing left to train (raise train.steps to continue it)")
             return finished
         phases = run_steps(run, hooks)
         result = summarize(run, phases, run.wait_for_checkpoints(), time.perf_counter() - started)
+        report_phase("end", run.step)
         return finish(run, result, primary, quiet)
 
 
@@ -65,8 +74,8 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
     """All steps that are left, with hooks and checkpoints between them."""
     config, counters = run.bound.config, run.counters
     phases = PhaseSteps(run.bound)
-    phases.enter(run.step)
-    recorder = Recorder(run.bound, run.corpus, phases, run.log, counters)
+    enter_phase(run, phases)
+    recorder = Recorder(run.bound, run.corpus, phases, run.log, counters, run.event)
     if run.step == 0:
         recorder.before_first(call_hooks(run, [hook for hook in hooks if hook.due(run)]))
     with run.log.progress(config.train.steps, run.step) as advance:
@@ -75,9 +84,11 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
         while not run.last:
             if phases.begins(run.step):
                 recorder.flush()
-                phases.enter(run.step)
+                enter_phase(run, phases)
                 recorder.restart_clock()
+            report_phase("input", run.step + 1)
             batch, wait = run.feed.next(phases.phase)
+            report_phase("step", run.step + 1)
             run.state, metrics = phases.train_step(run.state, batch)
             counters.step += 1
             recorder.push(run.step, metrics, wait)
@@ -90,8 +101,17 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
     return phases
 
 
+def enter_phase(run: Run, phases: PhaseSteps) -> None:
+    """Compile the phase of data.schedule that begins here."""
+    report_phase("compile", run.step)
+    before = phases.compile_s
+    phases.enter(run.step)
+    run.event("compiled", step=run.step, seconds=phases.compile_s - before)
+
+
 def call_hooks(run: Run, hooks: Sequence[Hook]) -> Mapping[str, Any]:
     """Call each hook in order; the values that they return, together."""
+    report_phase("evaluation", run.step)
     values: dict[str, Any] = {}
     for hook in hooks:
         values |= hook(run) or {}

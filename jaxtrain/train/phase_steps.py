@@ -9,6 +9,7 @@ import jax
 
 from jaxtrain.data import phase_at
 from jaxtrain.launch.distributed import barrier
+from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.observe.meter import Meter
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.state import TrainState
@@ -44,6 +45,7 @@ class PhaseSteps:
             bound.config.precision.compute,
             jax.config.jax_default_matmul_precision,
         )
+        report_phase("barrier", done)
         barrier("compiled")
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:

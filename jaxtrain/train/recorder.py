@@ -41,7 +41,10 @@ class Recorder:
     Rows lag one step behind the device, so that the device never waits for the host: `push` records the step before.
     """
 
-    def __init__(self, bound: Bound, corpus: Corpus, phases: PhaseSteps, log: Log, counters: Counters) -> None:
+    def __init__(
+        self, bound: Bound, corpus: Corpus, phases: PhaseSteps, log: Log, counters: Counters, event: Callable[..., None]
+    ) -> None:
+        self._event = event
         self._bound, self._corpus, self._phases, self._log, self._counters = bound, corpus, phases, log, counters
         self._pending: _Pending | None = None
         self._first: dict[str, Any] = {}
@@ -111,6 +114,7 @@ class Recorder:
     def _report_skipped(self, step: int, values: Mapping[str, Any], applied: bool, in_a_row: int) -> None:
         if not applied:
             why = "no token was scored" if values["scored_tokens"] == 0 else "a gradient was not finite"
+            self._event("skipped", step=step, why=why)
             self._log.info(f"step {step} skipped: {why} (loss scale {values['loss_scale']:g}, {in_a_row} in a row)")
         limit = self._bound.config.precision.max_skipped
         if in_a_row >= limit:

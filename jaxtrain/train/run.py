@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.checkpoint.order import CheckpointOrder
+from jaxtrain.config import ConfigError, RunError
 from jaxtrain.data import Corpus
+from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.numerics.counter import counter_int
+from jaxtrain.observe.events import record_event
 from jaxtrain.observe.log import Log
 from jaxtrain.train.feed import BatchFeed
 from jaxtrain.train.recorder import Counters
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.run_dir import check_same_data, checkpoint_meta
-from jaxtrain.train.state import TrainState
+from jaxtrain.train.state import TrainState, state_bytes
 
 
 class Run:
@@ -47,11 +54,30 @@ class Run:
         """End the run after this step: it is checkpointed, and the same command resumes it."""
         self.stopped = reason
 
+    def event(self, kind: str, **values: Any) -> None:
+        """Append to events.jsonl (process 0 only)."""
+        if self.log.primary:
+            record_event(self.directory, kind, **values)
+
+    @contextmanager
+    def recorded_end(self) -> Iterator[None]:
+        """Record how the run ended: status 0, or that of the exception, which passes."""
+        try:
+            yield
+        except BaseException as error:
+            known = error.status if isinstance(error, ConfigError | RunError) else None
+            status = known or (130 if isinstance(error, KeyboardInterrupt) else 1)
+            self.event("end", step=self.step, status=status, cause=f"{type(error).__name__}: {error}")
+            raise
+        self.event("end", step=self.step, status=0, cause=self.stopped or "the last step is done")
+
     def restore(self) -> None:
         """Restore the newest intact checkpoint, or initialise the state.
 
         Raises ConfigError where corpus or tokenizer are not those of the checkpoint.
         """
+        report_phase("restore")
+        begin = time.perf_counter()
         found = self._checkpoints.restore(self._order.checkpoint_layout)
         if found is None:
             self.state = self.bound.init_state()
@@ -65,18 +91,25 @@ class Run:
         tokens = counter_int(jax.device_get(self.state["tokens"]))
         self.counters = Counters(found.step, tokens, found.meta["skipped"])
         self.log.resume_at(self.step)
+        size = state_bytes(self.bound.abstract)
+        self.event("restored", step=self.step, seconds=time.perf_counter() - begin, bytes=size)
         self.log.info(f"resumed at step {self.step} of {self.bound.config.train.steps}, {tokens:,} tokens trained")
 
     def save(self) -> None:
         """Save a checkpoint of this step."""
+        report_phase("checkpoint", self.step)
         counters, bound = self.counters, self.bound
         meta = checkpoint_meta(
             bound.config, bound.topology.sizes, self.corpus, counters.step, int(self.state["steps"]), counters.tokens,
             counters.skipped,
         )  # fmt: skip
+        begin = time.perf_counter()
         self._checkpoints.save(self.step, self._order.to_checkpoint(self.state), self.feed.get_state(), meta)
+        blocked_s = time.perf_counter() - begin
+        self.event("checkpoint", step=self.step, blocked_s=blocked_s, bytes=state_bytes(bound.abstract))
 
     def wait_for_checkpoints(self) -> int | None:
         """Wait until every checkpoint is written; the newest step that has one."""
+        report_phase("checkpoint", self.step)
         self._checkpoints.wait()
         return self._checkpoints.latest()

@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from jaxtrain.config import RunConfig, validate
+from jaxtrain.observe.events import read_events
 from jaxtrain.train import summary
 from jaxtrain.train.loop import train
 from jaxtrain.train.run import Run
@@ -55,8 +56,11 @@ class StopAt:
 
 
 def test_one_compilation_hooks_between_steps_and_a_stopped_run_resumes(
-    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    status = tmp_path / "status"
+    status.mkdir()
+    monkeypatch.setenv("JAXTRAIN_STATUS_DIR", str(status))
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
         unbroken = train(config, tmp_path / "unbroken", quiet=True)
     compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
@@ -64,12 +68,22 @@ def test_one_compilation_hooks_between_steps_and_a_stopped_run_resumes(
     assert sum("jit(evaluate)" in message for message in compiled) == 1, compiled
     assert unbroken["steps"] == unbroken["updates"] == 6 and "stopped" not in unbroken
 
+    reported = json.loads((status / "status-0.json").read_text())
+    assert (reported["phase"], reported["step"]) == ("end", 6)
+    events = read_events(tmp_path / "unbroken")
+    assert [(e["kind"], e["step"]) for e in events] == [
+        ("start", 0), ("compiled", 0), ("checkpoint", 2), ("checkpoint", 4), ("checkpoint", 6), ("end", 6)
+    ]  # fmt: skip
+    assert events[-1]["status"] == 0 and all(e["blocked_s"] > 0 for e in events if e["kind"] == "checkpoint")
+
     stopped = train(config, tmp_path / "run", quiet=True, hooks=[StopAt(4)])
     assert (stopped["steps"], stopped["stopped"], stopped["checkpoint"]) == (4, "asked to stop at 4", 4)
     assert [row.get("hook") for row in rows_of(tmp_path / "run")] == [None, 2, None, 4]
     assert rows_of(tmp_path / "run")[0]["hook_before"] == 0
     finished = train(config, tmp_path / "run", quiet=True)
     assert (finished["steps"], finished["resumed_from"]) == (6, 4)
+    resumed = [e for e in read_events(tmp_path / "run") if e["kind"] in ("restored", "start")][1:]
+    assert [(e["kind"], e["step"]) for e in resumed] == [("restored", 4), ("start", 4)] and resumed[0]["bytes"] > 10_000
     for key in ("loss", "grad_norm", "tokens_total", "eval_loss"):
         assert [row.get(key) for row in rows_of(tmp_path / "run")] == [
             row.get(key) for row in rows_of(tmp_path / "unbroken")
