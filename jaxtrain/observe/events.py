@@ -1,7 +1,11 @@
-"""events.jsonl of a run: starts, restores, compilations, checkpoints, rollbacks and ends, one JSON object each."""
+"""events.jsonl of a run: starts, restores, compilations, checkpoints, failures and ends, one JSON object each.
+
+The trainer and its supervisor append to it; `observe.goodput` reads it.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -12,8 +16,12 @@ EVENTS = "events.jsonl"
 
 
 def record_event(run_dir: Path, kind: str, **values: Any) -> None:
-    """Append one event with the wall-clock time; a write that fails is left out, events cannot fail a run."""
-    line = json.dumps({"time": time.time(), "kind": kind, **values}, default=str) + "\n"
+    """Append one event; a write that fails is left out, events cannot fail a run.
+
+    "time" is the wall clock; "mono" a clock that never jumps, comparable between events with the same "boot".
+    """
+    clocks = {"time": time.time(), "mono": time.monotonic(), "boot": _boot()}
+    line = json.dumps({**clocks, "kind": kind, **values}, default=str) + "\n"
     try:
         # One write with O_APPEND: lines of the trainer and of its supervisor do not mix.
         handle = os.open(run_dir / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -28,9 +36,29 @@ def record_event(run_dir: Path, kind: str, **values: Any) -> None:
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """All events in file order; an unfinished last line is left out, [] where there is no file."""
+    """All events in file order; lines that are no event (cut by a kill or a full disk) are left out, [] without a file.
+
+    An event has "time" (a number) and "kind".
+    """
     path = run_dir / EVENTS
     if not path.exists():
         return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines if line.startswith(b"{") and line.endswith(b"}")]
+    return [event for line in path.read_bytes().split(b"\n") if (event := _event(line)) is not None]
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    good = isinstance(event, dict) and isinstance(event.get("time"), int | float) and isinstance(event.get("kind"), str)
+    return event if good else None
+
+
+@functools.cache
+def _boot() -> str | None:
+    """Identity of this machine's boot, None where the system has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    except OSError:
+        return None
