@@ -1,30 +1,40 @@
-"""Gather JSON from all processes and merge it on each of them."""
+"""What the processes of a job agree on when they save and restore, through the coordination service."""
 
 from __future__ import annotations
 
-import json
+import functools
 from typing import Any
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
+from absl import flags
+
+from jaxtrain.launch.coordination import combine, exchange, process_name
 
 
 def gather_json(local: dict[str, Any]) -> dict[str, Any]:
-    """Merge the dicts of all processes, nested dicts key by key. A collective: every process gets the same result.
+    """Merge the dicts of all processes, nested dicts key by key; every process calls it and gets the same result.
 
     Raises ValueError if two processes have different values for a key.
     """
-    if jax.process_count() == 1:
-        return local
-    text = np.frombuffer(json.dumps(local).encode(), np.uint8)
-    lengths = multihost_utils.process_allgather(np.int32(len(text)))
-    padded = np.pad(text, (0, int(lengths.max()) - len(text)))
-    texts = multihost_utils.process_allgather(padded)
-    merged: dict[str, Any] = {}
-    for encoded, length in zip(texts, lengths, strict=True):
-        merged = merge_nested(merged, json.loads(encoded[:length].tobytes()))
-    return merged
+    return dict(combine("data position", local, lambda parts: functools.reduce(merge_nested, parts)))
+
+
+def shared_reason(name: str, reason: str, timeout: float = 300.0) -> str:
+    """This process's reason to give up, else that of the first process which has one; empty if none has.
+
+    Every process calls it with the same `name`, after work that may last longer on one by `timeout` seconds.
+    """
+    reasons = exchange(name, reason, timeout)
+    return reason or next((f"{text} (on {process_name(i)})" for i, text in enumerate(reasons) if text), "")
+
+
+def orbax_without_collectives() -> None:
+    """Let Orbax synchronise processes by the coordination service.
+
+    By default it runs nine device collectives a save, which could meet those of a step.
+    """
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    flags.FLAGS["experimental_orbax_use_distributed_barrier"].value = True
 
 
 def merge_nested(left: dict[str, Any], right: dict[str, Any], path: str = "") -> dict[str, Any]:

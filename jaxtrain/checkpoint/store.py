@@ -18,16 +18,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from jaxtrain.checkpoint.digest import digest, flatten_state
+from jaxtrain.checkpoint.gather import orbax_without_collectives, shared_reason
 from jaxtrain.config import CheckpointConfig, ConfigError
+from jaxtrain.launch.coordination import wait_for_all
 
 logger = logging.getLogger(__name__)
 
 CheckpointRecord = dict[str, Any]
+RESTORE_S = 3600.0
+"""Seconds that one process may restore longer than another."""
 
 
 class Restored(NamedTuple):
@@ -56,6 +58,7 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             lightweight_initialize=True,
         )
+        orbax_without_collectives()
         with self._writing():
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -130,14 +133,14 @@ class Checkpoints:
             record = self._read_record(step)
         except UnreadableError as error:
             reason = str(error)
-        if reason := _shared_reason(reason):
+        if reason := shared_reason("record read", reason):
             return None, reason
         self._check_tree(step, record["leaves"], abstract_state)
         try:
             state = self._read_state(step, abstract_state)
         except Exception as error:  # altered bytes raise errors of many types in the array library
             reason = f"{type(error).__name__}: {_first_line(error)}"
-        if reason := _shared_reason(reason):
+        if reason := shared_reason("state read", reason, RESTORE_S):
             return None, reason
         digests = digest(state)
         altered = [path for path, value in record["digests"].items() if digests[path] != value]
@@ -188,8 +191,7 @@ class Checkpoints:
                 with self._writing():
                     (self.directory / str(step)).rename(target)
                 logger.warning("damaged checkpoint %s renamed to %s", step, target)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("damaged checkpoints renamed")
+        wait_for_all("damaged checkpoints renamed")
         self._damaged = []
         self._manager.reload()
 
@@ -213,14 +215,6 @@ def _with_hash(record: CheckpointRecord) -> CheckpointRecord:
     contents = json.loads(json.dumps({key: value for key, value in record.items() if key != "sha256"}))
     text = json.dumps(contents, sort_keys=True)
     return {**contents, "sha256": hashlib.sha256(text.encode()).hexdigest()}
-
-
-def _shared_reason(reason: str) -> str:
-    """This process's reason to give up, else a note on the processes that have one; empty if none has. A collective."""
-    if jax.process_count() == 1:
-        return reason
-    failed = np.flatnonzero(multihost_utils.process_allgather(np.bool_(reason)))
-    return reason or (f"unreadable on process {_list([str(i) for i in failed])}" if failed.size else "")
 
 
 def _describe(leaf: Any) -> str:

@@ -24,7 +24,7 @@ from jaxtrain.hub.fields import Json
 from jaxtrain.hub.folder import read_json
 from jaxtrain.hub.load import describe_folder, load
 from jaxtrain.hub.save import Dtype, new_folder, save, write_json
-from jaxtrain.launch.distributed import barrier
+from jaxtrain.launch.coordination import wait_for_all
 from jaxtrain.observe.environment import environment
 from jaxtrain.train.batch import owned_rows
 from jaxtrain.train.resolve import Bound, bind
@@ -129,7 +129,7 @@ def _check_new(run: Path) -> None:
 def _write_run(directory: Path, run: Path, config: RunConfig, setup: Bound, corpus: Corpus, params: Any) -> None:
     """Write the run directory and its checkpoint at step 0: a new optimizer state and the start of the data."""
     primary = jax.process_index() == 0
-    barrier("imported")
+    wait_for_all("weights imported", 3600.0)
     if primary:
         write_run(run, config, describe_sharding(setup), environment())
         (run / ORIGIN).mkdir()

@@ -22,7 +22,7 @@ from jaxtrain.hub.family import Family, MappedParam, copies_of, map_params, tens
 from jaxtrain.hub.fields import Json
 from jaxtrain.hub.folder import INDEX, SINGLE
 from jaxtrain.hub.mapping import hub_shape, join_parts
-from jaxtrain.launch.distributed import barrier
+from jaxtrain.launch.coordination import wait_for_all
 from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.nn.model import Model
 
@@ -76,7 +76,7 @@ def new_folder(directory: Path) -> Iterator[Path]:
         if primary:
             temporary.mkdir(parents=True)
         yield temporary
-        barrier("exported")
+        wait_for_all("weights exported", 3600.0)
         if primary:
             # Replaces an empty folder only.
             temporary.replace(directory)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import socket
@@ -10,13 +9,13 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
 
 from jaxtrain.config import ConfigError, RunError
+from jaxtrain.launch.coordination import announce_failure, announce_host
 from jaxtrain.launch.process import ProcessInfo, explicit_process, scheduled_process, split_address
 
 FAILED = 13
@@ -47,28 +46,12 @@ def join(
             _wait_for_listener(host, port, deadline)
     with _exit_at(deadline, _missing_processes(process, timeout)):
         _initialize(process, timeout)
+    announce_host()
 
 
 def under_scheduler() -> bool:
     """Whether Open MPI or Slurm started this process as one of several."""
     return scheduled_process(os.environ) is not None
-
-
-def barrier(key: str, timeout: float = 300.0) -> None:
-    """Wait until every process has reached this barrier; a single process does not wait.
-
-    The coordination service does this and not a collective, since collectives on CPU time out 30 s after their first
-    use. Every process must reach its barriers in the same order. Raises jax.errors.JaxRuntimeError after `timeout`
-    seconds.
-    """
-    import orbax.checkpoint as ocp
-
-    # The service refuses a key that was used before.
-    unique = f"jaxtrain/{key}/{next(_barrier_counts[key])}"
-    ocp.multihost.get_barrier_sync_fn()(key=unique, timeout_ms=int(timeout * 1000))
-
-
-_barrier_counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def guard(main: Callable[[], int]) -> int:
@@ -82,7 +65,10 @@ def guard(main: Callable[[], int]) -> int:
     except BaseException as error:
         if not jax.distributed.is_initialized():
             raise
-        status = _print_error(error)
+        text, status = _describe_error(error)
+        print(text, end="", file=sys.stderr, flush=True)
+        told = isinstance(error, ConfigError | RunError)
+        announce_failure(str(error) if told else text.strip().rpartition("\n")[2], status)
     if not status or not jax.distributed.is_initialized():
         return status
     sys.stdout.flush()
@@ -95,6 +81,8 @@ def _initialize(process: ProcessInfo, timeout: float) -> None:
     bind = None
     if process.coordinator is not None and _is_loopback(split_address(process.coordinator)[0]):
         bind = process.coordinator
+    # The service would swallow SIGTERM: a run saves by a handler of its own.
+    jax.config.update("jax_enable_preemption_service", False)
     keep_env = process.local_devices is None or "JAX_LOCAL_DEVICE_IDS" in os.environ
     try:
         jax.distributed.initialize(
@@ -176,16 +164,13 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
-def _print_error(error: BaseException) -> int:
-    """Print on stderr why a process ends; returns its exit status."""
+def _describe_error(error: BaseException) -> tuple[str, int]:
+    """What a process prints on stderr when it ends by an exception, and its exit status."""
     if isinstance(error, ConfigError | RunError):
-        print(f"jaxtrain: {error}", file=sys.stderr)
-        return error.status
+        return f"jaxtrain: {error}\n", error.status
     if isinstance(error, SystemExit):
-        if isinstance(error.code, str):
-            print(error.code, file=sys.stderr)
-        return 1 if isinstance(error.code, str) else int(error.code or 0)
+        told = isinstance(error.code, str)
+        return (f"{error.code}\n", 1) if told else ("", int(error.code or 0))
     if isinstance(error, KeyboardInterrupt):
-        return 130
-    traceback.print_exception(error)
-    return FAILED
+        return "", 130
+    return "".join(traceback.format_exception(error)), FAILED

@@ -13,7 +13,7 @@ import jax
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import RunConfig, to_tree
 from jaxtrain.data import prepare
-from jaxtrain.launch.distributed import barrier
+from jaxtrain.launch.coordination import wait_for_all
 from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.log import Log
@@ -26,6 +26,9 @@ from jaxtrain.train.run import Run
 from jaxtrain.train.run_dir import check_same_run, describe_sharding, read_summary, write_run
 from jaxtrain.train.startup import startup_report
 from jaxtrain.train.summary import finish, summarize
+
+PREPARE_S = 6 * 3600.0
+"""Seconds that one process may prepare the corpus longer than another."""
 
 
 def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
         hooks = (*([Evaluate(bound, corpus)] if config.eval.every else []), *hooks)
         # Nothing was written so far. No process may look at the directory while another fills it.
         report_phase("barrier")
-        barrier("checked")
+        wait_for_all("corpus prepared", PREPARE_S)
         checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
         stack.enter_context(contextlib.closing(checkpoints))
         run = Run(bound, corpus, feed, checkpoints, log, directory)

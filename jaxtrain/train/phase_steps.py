@@ -8,12 +8,15 @@ from typing import Any
 import jax
 
 from jaxtrain.data import phase_at
-from jaxtrain.launch.distributed import barrier
+from jaxtrain.launch.coordination import wait_for_all
 from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.observe.meter import Meter
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import Batch, compile_step
+
+COMPILE_S = 3600.0
+"""Seconds that one process may compile longer than another."""
 
 
 class PhaseSteps:
@@ -46,7 +49,7 @@ class PhaseSteps:
             jax.config.jax_default_matmul_precision,
         )
         report_phase("barrier", done)
-        barrier("compiled")
+        wait_for_all("compiled", COMPILE_S)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; the state is donated."""

@@ -398,8 +398,8 @@ checkpoints.save(5, state, data, META)
 checkpoints.wait()
 if me == 0:
     flip(largest_file(Path(sys.argv[1]) / "5" / "state"))
-from jax.experimental import multihost_utils
-multihost_utils.sync_global_devices("flipped")
+from jaxtrain.launch.coordination import wait_for_all
+wait_for_all("flipped")
 step, restored, read, _ = checkpoints.restore(abstract(state))
 assert checkpoints.save(5, restored, data, META)
 checkpoints.close()

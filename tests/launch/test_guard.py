@@ -1,9 +1,10 @@
-"""In a single process join and barrier do nothing, and guard passes results and errors on."""
+"""In a single process join and waits do nothing, and guard passes results and errors on."""
 
 import pytest
 
 from jaxtrain.config import ConfigError
-from jaxtrain.launch.distributed import barrier, guard, join, under_scheduler
+from jaxtrain.launch.coordination import wait_for_all
+from jaxtrain.launch.distributed import guard, join, under_scheduler
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +18,8 @@ def test_one_process_joins_nothing():
 
     join()
     assert not jax.distributed.is_initialized() and not under_scheduler()
-    barrier("alone")
-    barrier("alone")
+    wait_for_all("alone")
+    wait_for_all("alone")
 
 
 def test_guard_passes_results_and_errors_on():

@@ -17,7 +17,8 @@ JOIN = """
 import os, sys, time
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 rank, count = int(words["--process-id"]), int(words["--processes"])
-from jaxtrain.launch.distributed import barrier, guard, join
+from jaxtrain.launch.coordination import wait_for_all
+from jaxtrain.launch.distributed import guard, join
 """
 
 COLLECTIVE = """
@@ -28,8 +29,8 @@ mesh = jax.make_mesh((jax.device_count(),), ("data",))
 x = jax.jit(lambda: jnp.arange(1, jax.device_count() + 1), out_shardings=NamedSharding(mesh, P("data")))()
 total = jax.shard_map(lambda v: jax.lax.psum(v, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
 total = jax.jit(total).lower(x).compile()
-barrier("compiled")
-barrier("compiled")
+wait_for_all("compiled")
+wait_for_all("compiled")
 print(f"rank {rank}: sum {int(total(x)[0])} over {jax.device_count()}, {jax.local_device_count()} here", flush=True)
 """
 
