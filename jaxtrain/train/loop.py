@@ -19,6 +19,7 @@ from jaxtrain.observe.environment import environment
 from jaxtrain.observe.log import Log
 from jaxtrain.train.feed import BatchFeed
 from jaxtrain.train.hooks import Evaluate, Hook
+from jaxtrain.train.lease import hold
 from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.recorder import Recorder
 from jaxtrain.train.resolve import bind
@@ -40,20 +41,23 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
     """
     started, began, directory = time.perf_counter(), time.time(), Path(directory)
     bound = bind(config)
-    changes = check_same_run(directory, config)
-    report_phase("data")
-    corpus = prepare(config)
+    check_same_run(directory, config)
     primary = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
-        feed = stack.enter_context(contextlib.closing(BatchFeed(bound, corpus)))
         log = stack.enter_context(contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)))
+        check_lease = stack.enter_context(hold(directory, log.info))
+        # Another process may have begun the run before this one held it.
+        changes = check_same_run(directory, config)
+        report_phase("data")
+        corpus = prepare(config)
+        feed = stack.enter_context(contextlib.closing(BatchFeed(bound, corpus)))
         hooks = (*([Evaluate(bound, corpus)] if config.eval.every else []), *hooks)
         # Nothing was written so far. No process may look at the directory while another fills it.
         report_phase("barrier")
         wait_for_all("corpus prepared", PREPARE_S)
         checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
         stack.enter_context(contextlib.closing(checkpoints))
-        run = Run(bound, corpus, feed, checkpoints, log, directory)
+        run = Run(bound, corpus, feed, checkpoints, log, directory, check_lease)
         stack.enter_context(run.recorded_end())
         if primary:
             write_run(directory, config, describe_sharding(bound), environment())

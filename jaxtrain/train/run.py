@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,18 @@ class Run:
     """What hooks see of a run: `bound`, `corpus`, `log`, `directory`, `state`, `step`; they may call `stop`."""
 
     def __init__(
-        self, bound: Bound, corpus: Corpus, feed: BatchFeed, checkpoints: Checkpoints, log: Log, directory: Path
+        self,
+        bound: Bound,
+        corpus: Corpus,
+        feed: BatchFeed,
+        checkpoints: Checkpoints,
+        log: Log,
+        directory: Path,
+        check_lease: Callable[[], None],
     ) -> None:
         self.bound, self.corpus, self.log, self.directory = bound, corpus, log, directory
+        self.check_lease = check_lease
+        """Raises RunError where another process took the run directory over."""
         self.counters = Counters()
         self.feed = feed
         self.resumed_from: int | None = None
@@ -96,8 +105,9 @@ class Run:
         self.log.info(f"resumed at step {self.step} of {self.bound.config.train.steps}, {tokens:,} tokens trained")
 
     def save(self) -> None:
-        """Save a checkpoint of this step."""
+        """Save a checkpoint of this step; raises RunError where another process took the run directory over."""
         report_phase("checkpoint", self.step)
+        self.check_lease()
         counters, bound = self.counters, self.bound
         meta = checkpoint_meta(
             bound.config, bound.topology.sizes, self.corpus, counters.step, int(self.state["steps"]), counters.tokens,

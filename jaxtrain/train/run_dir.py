@@ -10,7 +10,9 @@ from jaxtrain.config import Axis, ConfigError, RunConfig, diff_configs, dump_con
 from jaxtrain.config.paths import require_local
 from jaxtrain.data import Corpus
 from jaxtrain.observe.environment import environment
+from jaxtrain.observe.events import EVENTS
 from jaxtrain.observe.files import write_atomic
+from jaxtrain.train.lease import LEASE
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.state import state_bytes_per_device
 
@@ -21,6 +23,8 @@ CHANGEABLE = ("mesh.", "cluster.", "rules.", "remat.", "pipeline.", "observe.", 
         "precision.max_skipped", "attention.", "model.rope.")  # fmt: skip
 # ... and what it may also change under data.allow_changed.
 CHANGEABLE_WITH_CORPUS = ("data.sources", "data.on_bad_record")
+# What may be in a run directory before the run: its lease, and files of a supervisor.
+BEFORE_A_RUN = (LEASE, EVENTS, "supervisor", "status", "logs")
 
 
 def write_run(directory: Path, config: RunConfig, sharding: dict[str, Any], environment: dict[str, Any]) -> None:
@@ -59,7 +63,7 @@ def check_same_run(directory: Path, config: RunConfig) -> list[str]:
         raise ConfigError(f"--run {directory} is a file: name a directory")
     path = directory / "config.yaml"
     if not path.exists():
-        if directory.is_dir() and any(directory.iterdir()):
+        if directory.is_dir() and any(not path.name.startswith(BEFORE_A_RUN) for path in directory.iterdir()):
             raise ConfigError(f"--run {directory} is not empty and not a run (it has no config.yaml): name another one")
         return []
     try:

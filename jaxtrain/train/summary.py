@@ -55,8 +55,10 @@ def summarize(run: Run, phases: PhaseSteps, checkpoint: int | None, wall_s: floa
 def finish(run: Run, result: dict[str, Any], primary: bool, quiet: bool) -> dict[str, Any]:
     """Write summary.json, then add sample and plots; one that fails is reported and left out.
 
-    Every process must call it: a sample is computed by all devices of the mesh.
+    Every process must call it: a sample is computed by all devices of the mesh. Raises RunError where another process
+    took the run directory over.
     """
+    run.check_lease()
     if primary:
         write_summary(run.directory, result)
     result = result | {"sample": _attempt(run, "sample", lambda: _sample(run))}

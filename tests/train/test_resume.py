@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 from jaxtrain.cli import main
+from jaxtrain.train.lease import take
 
 UPDATES = 9
 
@@ -105,6 +107,7 @@ def test_kill_and_rerun_repeats_the_unbroken_losses(
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     output = finish(start(place, run))
+    assert f"left by pid {process.pid} " in output, output
     if not asynchronous:
         assert re.search(r"resumed at step [36]", output), output
     assert rows(place, run) == unbroken
@@ -152,6 +155,17 @@ def test_another_configuration_is_refused_with_the_differing_keys(place: Path, u
     assert process.returncode == 2
     assert "optimizer.learning_rate: 0.01 there, 0.5 now" in output and "model.d_ff: 64 there, 96 now" in output
     assert "Traceback" not in output
+
+
+def test_a_second_train_on_the_directory_is_refused(
+    place: Path, unbroken: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(take(place / "unbroken")):
+        assert main(["train", str(place / "run.yaml"), "--run", str(place / "unbroken")]) == 2
+        assert f"is being trained by pid {os.getpid()} of user" in capsys.readouterr().err
+        # Readers need no lease.
+        assert main(["eval", str(place / "unbroken")]) == 0
+    assert rows(place, "unbroken") == unbroken
 
 
 def test_two_processes_train_as_one(place: Path, unbroken: list[dict[str, Any]]) -> None:
