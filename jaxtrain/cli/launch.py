@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -12,6 +14,8 @@ from pydantic.dataclasses import dataclass
 from jaxtrain.cli.train import Train, default_run
 from jaxtrain.cli.verb import VERB, Config, Verb, run_verb
 from jaxtrain.config import ConfigError, load_config
+from jaxtrain.launch.watchdog import Limits
+from jaxtrain.observe.events import record_event
 
 
 @dataclass(frozen=True, config=VERB)
@@ -30,6 +34,10 @@ class Launch(Verb):
     """HOST:PORT on which process 0 listens; with --processes and --process-id, this process joins the job by hand."""
     process_id: int | None = None
     """Rank of this process, from 0; no other process is started then."""
+    restarts: int = 10
+    """Restarts after failures that may follow each other without progress; 0: a failure ends the job. Default 10."""
+    grace: float = 120.0
+    """Seconds to save and exit after a signal to the launcher; a second signal ends all at once. Default 120."""
 
     example: ClassVar[str] = "jaxtrain launch tiny --processes 2 --devices-per-process 2 --mesh.data 4"
 
@@ -45,7 +53,21 @@ class Launch(Verb):
             return run_verb(verb, overrides)
         if self.processes is None:
             raise ConfigError("launch needs --processes N, the number of processes to start on this machine")
-        load_config(self.config, overrides)
+        if self.restarts < 0 or self.grace < 0:
+            raise ConfigError(f"--restarts {self.restarts} --grace {self.grace:g}: use numbers from 0")
+        config = load_config(self.config, overrides)
         command = [sys.executable, "-m", "jaxtrain", "train", self.config, "--run", str(directory)]
         command += [f"--{override}" for override in overrides]
-        return launch(command, self.processes, self.devices_per_process)
+        return launch(
+            command, self.processes, self.devices_per_process, grace=self.grace, restarts=self.restarts,
+            limits=Limits(config.watchdog.factor, config.watchdog.floors), record=partial(record_event, directory),
+            newest_checkpoint=partial(newest_checkpoint, directory),
+        )  # fmt: skip
+
+
+def newest_checkpoint(directory: Path) -> int:
+    """The newest committed step of a run directory, -1 without one; a save in progress has another name."""
+    try:
+        return max((int(name) for name in os.listdir(directory / "checkpoints") if name.isdecimal()), default=-1)
+    except OSError:
+        return -1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.model import ModelConfig
@@ -272,6 +272,21 @@ class ObserveConfig(Section):
     """Show a progress bar on a terminal."""
 
 
+class WatchdogConfig(Section):
+    """When `launch` takes a rank for stuck, prints all stacks, and starts the job again."""
+
+    factor: float | None = Field(2.0, ge=1)
+    """A rank is stuck after this multiple of its own longest recent time in a phase; null: no rank ever is."""
+    floors: dict[
+        Literal[
+            "start", "join", "data", "restore", "compile", "input", "step", "evaluation", "checkpoint", "barrier", "end"
+        ],
+        PositiveFloat,
+    ] = {}  # fmt: skip
+    """Seconds that a rank may always be in a phase, such as {step: 120}; phases left out have the defaults of the
+    page on clusters."""
+
+
 class RunConfig(Section):
     """All settings of a run."""
 
@@ -289,6 +304,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
     observe: ObserveConfig = ObserveConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     xla: dict[str, bool | int | float | str] = {}
     """XLA compiler options of the train step only, as xla_name: value; checked before use."""
 

@@ -18,8 +18,8 @@ from jaxtrain.train.state import state_bytes_per_device
 
 # Settings that a resumed run may change: where and how it computes, what it shows, its number of steps; and RoPE
 # scaling, which changes between phases with longer sequences.
-CHANGEABLE = ("mesh.", "cluster.", "rules.", "remat.", "pipeline.", "observe.", "checkpoint.", "eval.", "train.steps",
-        "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "data.allow_changed",
+CHANGEABLE = ("mesh.", "cluster.", "rules.", "remat.", "pipeline.", "observe.", "watchdog.", "checkpoint.", "eval.",
+        "train.steps", "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "data.allow_changed",
         "precision.max_skipped", "attention.", "model.rope.")  # fmt: skip
 # ... and what it may also change under data.allow_changed.
 CHANGEABLE_WITH_CORPUS = ("data.sources", "data.on_bad_record")

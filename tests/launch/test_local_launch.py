@@ -84,7 +84,7 @@ sys.exit(guard(main))
 """
     )
     begin = time.monotonic()
-    assert launch(command, 2, devices_per_process=1, grace=1.0) == 13
+    assert launch(command, 2, devices_per_process=1, settle=1.0) == 13
     assert time.monotonic() - begin < 60
     captured = capfd.readouterr()
     assert "[1] RuntimeError: the disk is full" in captured.out
@@ -101,7 +101,7 @@ def main():
 sys.exit(guard(main))
 """
     )
-    assert launch(command, 2, devices_per_process=1, grace=1.0) == 2
+    assert launch(command, 2, devices_per_process=1, settle=1.0) == 2
     captured = capfd.readouterr()
     assert "jaxtrain: data.sources is empty: name a folder" in captured.out
     assert "Traceback" not in captured.out
@@ -117,7 +117,7 @@ if rank == 2:
 time.sleep(600)
 """
     )
-    assert launch(command, 3, grace=1.0) == 128 + 9
+    assert launch(command, 3, settle=1.0) == 128 + 9
     captured = capfd.readouterr()
     assert "process 2 of 3 ended with status 137" in captured.err and "  starting 2" in captured.err
     assert {"starting 0", "[1] starting 1", "[2] starting 2"} <= set(captured.out.splitlines())
@@ -143,7 +143,7 @@ sys.exit(5 if rank == 0 else 0)
 """
     )
     begin = time.monotonic()
-    assert launch(command, 2, grace=0.5) == 5
+    assert launch(command, 2, settle=0.5) == 5
     assert time.monotonic() - begin < 20
     pids = [int(line.split()[-1]) for line in capfd.readouterr().out.splitlines() if " pid " in f" {line}"]
     assert len(pids) == 4 and all(eventually(lambda pid=pid: gone(pid)) for pid in pids)
