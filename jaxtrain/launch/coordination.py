@@ -64,7 +64,7 @@ def combine(name: str, value: Any, function: Callable[[list[Any]], Any], timeout
     N processes make O(N) requests. Raises AbsentError like `exchange`, and on all processes the ValueError of
     `function`.
     """
-    processes, rank = jax.process_count(), jax.process_index()
+    rank, processes = rank_and_count()
     if processes == 1:
         return function([json.loads(json.dumps(value))])
     turn = next(_counts[name])
@@ -96,10 +96,10 @@ def _apply(function: Callable[[list[Any]], Any], values: list[Any]) -> dict[str,
 
 def _collect(name: str, here: str, timeout: float) -> dict[str, Any]:
     """In process 0: {"values"} of all, or {"absent": who and why, "status"}."""
-    begin = time.monotonic()
+    begin, processes = time.monotonic(), rank_and_count()[1]
     texts: list[str] = []
     notice = NOTICE_S
-    while len(texts) < jax.process_count():
+    while len(texts) < processes:
         text = get(f"{here}/{len(texts)}", SLICE_S)
         waited = time.monotonic() - begin
         if text is not None:
@@ -107,7 +107,7 @@ def _collect(name: str, here: str, timeout: float) -> dict[str, Any]:
         elif failed := client().key_value_dir_get(FAILURES):
             return dict(json.loads(failed[0][1].partition(" ")[2]))
         elif waited >= min(timeout, notice):
-            rest = range(len(texts), jax.process_count())
+            rest = range(len(texts), processes)
             absent = ", ".join(process_name(i) for i in rest if not present(f"{here}/{i}"))
             if waited >= timeout:
                 return {"absent": f"no answer within {timeout:.0f} s from {absent}", "status": AbsentError.status}
@@ -128,7 +128,7 @@ def _wait_for_result(name: str, here: str, timeout: float) -> dict[str, Any]:
         if waited >= notice:
             notice = waited + NOTICE_S
             # One process tells it, and only of process 0, which tells of all others.
-            if jax.process_index() == 1 and not present(f"{here}/0"):
+            if rank_and_count()[0] == 1 and not present(f"{here}/0"):
                 _print_wait(name, process_name(0), waited, timeout)
     absent = f"no answer within {timeout + VERDICT_S:.0f} s from {process_name(0)}"
     return {"absent": absent, "status": AbsentError.status}
@@ -171,8 +171,8 @@ def present(key: str) -> bool:
 
 def announce_failure(text: str, status: int) -> None:
     """Tell processes that wait for this one that it ends, why and with which status; process 0 gives them time."""
-    rank = jax.process_index()
-    if jax.process_count() == 1:
+    rank, processes = rank_and_count()
+    if processes == 1:
         return
     why = f"{process_name(rank)} ended with status {status}: {text[: CHUNK // 2]}"
     with suppress(Exception):  # the service may be gone
@@ -183,14 +183,23 @@ def announce_failure(text: str, status: int) -> None:
 
 def announce_host() -> None:
     """Publish this process's host name and pid once, for messages of others; call after joining."""
-    if jax.process_count() > 1:
-        put(f"jaxtrain/host/{jax.process_index()}", f"{socket.gethostname()} pid {os.getpid()}")
+    rank, processes = rank_and_count()
+    if processes > 1:
+        put(f"jaxtrain/host/{rank}", f"{socket.gethostname()} pid {os.getpid()}")
 
 
 def process_name(rank: int) -> str:
     """'process 3 (node1 pid 77)'; the host is left out where it was never announced."""
-    host = get(f"jaxtrain/host/{rank}", 0.1) if jax.process_count() > 1 else None
+    host = get(f"jaxtrain/host/{rank}", 0.1) if rank_and_count()[1] > 1 else None
     return f"process {rank} ({host})" if host else f"process {rank}"
+
+
+def rank_and_count() -> tuple[int, int]:
+    """(rank of this process, processes of the job), as they joined; unlike jax.process_count() it starts no device."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    return (0, 1) if state.client is None else (state.process_id, state.num_processes)
 
 
 def client() -> Any:

@@ -25,13 +25,18 @@ def environment(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "hostname": socket.gethostname(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": package_versions(),
         "backend": jax.default_backend(),
         "devices": dict(Counter(device.device_kind for device in jax.devices())),
         "processes": jax.process_count(),
         "xla_flags": os.environ.get("XLA_FLAGS"),
         "git": git_state(Path(__file__).resolve()),
     }
+
+
+def package_versions() -> dict[str, str | None]:
+    """Installed version of each of PACKAGES, None for an absent one."""
+    return {name: _version(name) for name in PACKAGES}
 
 
 def git_state(file: Path) -> dict[str, Any] | None:

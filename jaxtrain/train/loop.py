@@ -13,10 +13,11 @@ import jax
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.config import RunConfig, to_tree
 from jaxtrain.data import prepare
-from jaxtrain.launch.coordination import wait_for_all
+from jaxtrain.launch.agreement import agree_on_directory
 from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.log import Log
+from jaxtrain.train.agreement import agree_on_corpus, agree_on_start
 from jaxtrain.train.feed import BatchFeed
 from jaxtrain.train.hooks import Evaluate, Hook
 from jaxtrain.train.lease import hold
@@ -28,9 +29,6 @@ from jaxtrain.train.run_dir import check_same_run, describe_sharding, read_summa
 from jaxtrain.train.startup import startup_report
 from jaxtrain.train.summary import finish, summarize
 
-PREPARE_S = 6 * 3600.0
-"""Seconds that one process may prepare the corpus longer than another."""
-
 
 def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
     """Train a run to its last step in `directory`, resuming from its newest intact checkpoint; returns the summary.
@@ -40,8 +38,10 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
     is known to be sound.
     """
     started, began, directory = time.perf_counter(), time.time(), Path(directory)
+    agree_on_start(config)
     bound = bind(config)
     check_same_run(directory, config)
+    agree_on_directory(directory)
     primary = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)))
@@ -50,11 +50,11 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
         changes = check_same_run(directory, config)
         report_phase("data")
         corpus = prepare(config)
-        feed = stack.enter_context(contextlib.closing(BatchFeed(bound, corpus)))
-        hooks = (*([Evaluate(bound, corpus)] if config.eval.every else []), *hooks)
         # Nothing was written so far. No process may look at the directory while another fills it.
         report_phase("barrier")
-        wait_for_all("corpus prepared", PREPARE_S)
+        agree_on_corpus(corpus)
+        feed = stack.enter_context(contextlib.closing(BatchFeed(bound, corpus)))
+        hooks = (*([Evaluate(bound, corpus)] if config.eval.every else []), *hooks)
         checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
         stack.enter_context(contextlib.closing(checkpoints))
         run = Run(bound, corpus, feed, checkpoints, log, directory, check_lease)
