@@ -26,6 +26,7 @@ from jaxtrain.hub.load import describe_folder, load
 from jaxtrain.hub.save import Dtype, new_folder, save, write_json
 from jaxtrain.launch.coordination import wait_for_all
 from jaxtrain.observe.environment import environment
+from jaxtrain.train.agreement import agree_on_start
 from jaxtrain.train.batch import owned_rows
 from jaxtrain.train.resolve import Bound, bind
 from jaxtrain.train.run_dir import checkpoint_meta, describe_sharding, write_run
@@ -59,6 +60,7 @@ def import_run(
         return validate(_check_tokenizer(apply_overrides(apply_overrides(tree, path), overrides), directory))
 
     # Use the folder's tokenizer until everything is checked; then it is copied into the run.
+    agree_on_start(parsed(directory))
     setup = bind(parsed(directory))
     corpus = prepare(setup.config)
     if corpus.tokenizer.vocab_size > hub["vocab_size"]:
@@ -98,6 +100,7 @@ def export_run(
     hub = read_json(origin / "config.json") if (origin / "config.json").is_file() else {}
     vocabulary = hub.get("vocab_size", config.model.vocab_size)
     chosen, hub_config = _find_family(config, vocabulary, family or hub.get("model_type"))
+    agree_on_start(config, read=run)
     setup = bind(config)
     tokenizer = tokenizer_of(config, list_sources(config.data, cache_of(config.data)), cache_of(config.data))
     step, params = _restore_weights(run, config, setup, tokenizer)

@@ -72,7 +72,12 @@ def agree_on_directory(directory: Path) -> None:
         except OSError as error:
             failure = f"{directory} cannot be written ({error.strerror or error})"
     try:
-        said = {"mark": mark and mark.name, "depth": depth, "path": str(directory), "steps": _steps(directory)}
+        said = {
+            "mark": mark and mark.name,
+            "depth": depth,
+            "path": str(directory),
+            "steps": checkpoint_steps(directory),
+        }
         primary = exchange("run directory", {**said, "failure": failure})[0]
         if primary["failure"]:
             raise ConfigError(f"{primary['failure']}: name another --run, or permit writing")
@@ -109,7 +114,7 @@ def _compare(directory: Path, primary: Mapping[str, Any]) -> str:
     # Another path is another directory as soon as the mark is not seen; under the same path a cache may be behind.
     deadline = time.monotonic() + (NFS_S if directory == path else 1.0)
     while True:
-        seen, steps = tail and primary["mark"] in _names(folder), _steps(directory)
+        seen, steps = tail and primary["mark"] in _names(folder), checkpoint_steps(directory)
         if seen and steps == primary["steps"]:
             return ""
         if time.monotonic() >= deadline or not tail:
@@ -127,7 +132,8 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _steps(directory: Path) -> list[int]:
+def checkpoint_steps(directory: Path) -> list[int]:
+    """The steps whose checkpoints this process sees in a run directory."""
     return sorted(int(name) for name in _names(directory / "checkpoints") if name.isdecimal())
 
 

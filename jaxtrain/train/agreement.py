@@ -13,7 +13,8 @@ import jax
 
 from jaxtrain.config import RunConfig, to_tree
 from jaxtrain.data import Corpus
-from jaxtrain.launch.agreement import agree
+from jaxtrain.launch.agreement import agree, checkpoint_steps
+from jaxtrain.launch.coordination import rank_and_count
 from jaxtrain.observe.environment import package_versions
 
 PREPARE_S = 6 * 3600.0
@@ -22,13 +23,17 @@ VARIABLES = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL
 """Environment variables that change programs."""
 
 
-def agree_on_start(config: RunConfig) -> None:
+def agree_on_start(config: RunConfig, read: Path | None = None) -> None:
     """Compare settings, code and versions of all processes, then their devices.
 
-    Raises ConfigError on every process, naming settings and processes. Does nothing in a single process.
+    `read` is a run directory that is only read: the checkpoints that processes see in it are compared too. Raises
+    ConfigError on every process, naming settings and processes. Does nothing in a single process.
     """
+    if rank_and_count()[1] == 1:
+        return
     same = "start every process with the same configuration and options, and install the same versions on every host"
-    agree("settings and versions", dict(_leaves(to_tree(config))) | code_facts(), same)
+    seen = {} if read is None else {f"checkpoints of {read.name}": checkpoint_steps(read)}
+    agree("settings and versions", dict(_leaves(to_tree(config))) | code_facts() | seen, same)
     devices = jax.local_devices()
     kinds = {"device kind": devices[0].device_kind, "devices of a process": len(devices)}
     agree("devices", kinds, "give every process the same number of the same devices")

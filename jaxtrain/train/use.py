@@ -14,6 +14,7 @@ from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError, load_config
 from jaxtrain.data import Corpus, held_out_batches, prepare
 from jaxtrain.nn.generate import sample
+from jaxtrain.train.agreement import agree_on_start
 from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.resolve import Bound, bind
 from jaxtrain.train.step import Batch, jit_evaluate
@@ -41,6 +42,7 @@ def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
             f"{directory} is not a run (it has no config.yaml): name the --run directory of a training run"
         )
     config = load_config(directory / "config.yaml", overrides, hints=False)
+    agree_on_start(config, read=directory)
     setup, corpus = bind(config), prepare(config)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
     try:
