@@ -1,7 +1,8 @@
-"""Save and restore training state: `Checkpoints`, `digest`, `gather_json`. Importing Orbax takes a second."""
+"""Save and restore training state: `Checkpoints`, `CheckpointReader`, `digest`, `gather_json`. Importing Orbax takes a second."""
 
 from jaxtrain.checkpoint.digest import digest
 from jaxtrain.checkpoint.gather import gather_json
-from jaxtrain.checkpoint.store import Checkpoints, Restored
+from jaxtrain.checkpoint.reader import CheckpointReader, Restored
+from jaxtrain.checkpoint.store import Checkpoints
 
-__all__ = ["Checkpoints", "Restored", "digest", "gather_json"]
+__all__ = ["CheckpointReader", "Checkpoints", "Restored", "digest", "gather_json"]

@@ -45,6 +45,15 @@ class CheckpointOrder:
         """The inverse of `to_checkpoint`."""
         return self.from_model_order(_rename(stored, {new: old for old, new in STORED_NAMES.items()}))
 
+    @property
+    def params_layout(self) -> TrainState:
+        """The part of `checkpoint_layout` that evaluation, sampling and export read: {"params": ...}."""
+        return {"params": self.model_order["params"]}
+
+    def params_from_checkpoint(self, stored: TrainState) -> Any:
+        """The parameters of this mesh from what was restored with `params_layout`."""
+        return self.from_model_order({"params": stored["params"]})["params"]
+
     @cached_property
     def model_order(self) -> TrainState:
         """Shapes and shardings of the state with layers in the model's order."""
@@ -95,10 +104,11 @@ class CheckpointOrder:
         if not any(jax.tree.leaves(self._reordered)):
             return state
         function = getattr(self._bound.model, method)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, {name: target[name] for name in state})
+        stacks = {name: self._reordered[name] for name in state}
 
         def reorder(state: TrainState) -> TrainState:
-            return jax.tree.map(lambda leaf, stack: function(stack, leaf) if stack else leaf, state, self._reordered)
+            return jax.tree.map(lambda leaf, stack: function(stack, leaf) if stack else leaf, state, stacks)
 
         return jax.jit(reorder, out_shardings=shardings)(state)
 

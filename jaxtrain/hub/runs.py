@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import Checkpoints, gather_json
+from jaxtrain.checkpoint import CheckpointReader, Checkpoints, gather_json
 from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError, RunConfig, load_config, validate
 from jaxtrain.config.load import apply_overrides, read_yaml
@@ -164,8 +164,7 @@ def _find_family(config: RunConfig, vocabulary: int, name: str | None) -> tuple[
 
 
 def _restore_weights(run: Path, config: RunConfig, setup: Bound, tokenizer: TextTokenizer) -> tuple[int, Any]:
-    with contextlib.closing(Checkpoints(run / "checkpoints", config.checkpoint)) as checkpoints:
-        restored = checkpoints.restore(CheckpointOrder(setup).checkpoint_layout)
+    restored = CheckpointReader(run / "checkpoints").restore(CheckpointOrder(setup).params_layout, subset=True)
     if restored is None:
         raise ConfigError(f"{run} has no checkpoint: train it first")
     if restored.meta["tokenizer"] != tokenizer.fingerprint:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import CheckpointReader
 from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError, load_config
 from jaxtrain.data import Corpus, held_out_batches, prepare
@@ -44,18 +44,15 @@ def open_run(directory: Path, overrides: Sequence[str] = ()) -> Opened:
     config = load_config(directory / "config.yaml", overrides, hints=False)
     agree_on_start(config, read=directory)
     setup, corpus = bind(config), prepare(config)
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
-    try:
-        found = checkpoints.restore(CheckpointOrder(setup).checkpoint_layout)
-    finally:
-        checkpoints.close()
+    order = CheckpointOrder(setup)
+    found = CheckpointReader(directory / "checkpoints").restore(order.params_layout, subset=True)
     if found is None:
         raise ConfigError(f"{directory} has no checkpoint yet: train it first")
     if found.meta["tokenizer"] != corpus.tokenizer_fingerprint:
         raise ConfigError(
             f"the tokenizer of {directory} is not the one it was trained with: restore data.tokenizer.path"
         )
-    return Opened(setup, corpus, CheckpointOrder(setup).from_checkpoint(found.state)["params"], found.step)
+    return Opened(setup, corpus, order.params_from_checkpoint(found.state), found.step)
 
 
 def held_out(setup: Bound, corpus: Corpus) -> list[Batch]:

@@ -1,0 +1,121 @@
+"""Files of a checkpoint directory: steps, records, and errors of reading that are worth another try.
+
+A checkpoint is the folder STEP/ with the arrays in STEP/state (Orbax, by path) and one JSON record in STEP/record:
+data position, metadata, the digest and shape of every leaf, and a hash of the record itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+CheckpointRecord = dict[str, Any]
+T = TypeVar("T")
+
+STATE = "state"
+RECORD = "record/metadata"
+READ_DELAYS = (0.1, 0.5, 2.0, 8.0)
+"""Seconds before each further attempt of a read that the file system refused."""
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""System errors that say that a file is not there; every other one says nothing about its content."""
+REFUSED = ("RESOURCE_EXHAUSTED", "UNAVAILABLE", "PERMISSION_DENIED", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
+"""Statuses of the array library that say nothing about the content either."""
+
+
+class DamagedError(Exception):
+    """A checkpoint whose bytes are missing, altered or not decodable."""
+
+
+class UnreadableError(Exception):
+    """A checkpoint that the file system or the memory of this machine refused to read; it may be intact."""
+
+
+def list_steps(directory: Path) -> list[int]:
+    """Steps that have a committed checkpoint, ascending; [] where the directory does not exist."""
+    try:
+        names = [entry.name for entry in directory.iterdir()]
+    except FileNotFoundError:
+        return []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def read_record(step_dir: Path) -> CheckpointRecord:
+    """The record of a checkpoint; raises DamagedError where it is missing or altered, OSError if it cannot be read."""
+    try:
+        record = json.loads((step_dir / RECORD).read_bytes())
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError) as error:
+        raise DamagedError(f"record: {describe_error(error)}") from None
+    if not isinstance(record, dict) or record.get("sha256") != with_hash(record)["sha256"]:
+        raise DamagedError("record: altered bytes")
+    return record
+
+
+def with_hash(record: CheckpointRecord) -> CheckpointRecord:
+    """The record as it is after a JSON round trip, with a hash of its contents."""
+    contents = json.loads(json.dumps({key: value for key, value in record.items() if key != "sha256"}))
+    text = json.dumps(contents, sort_keys=True)
+    return {**contents, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def read_patiently(read: Callable[[], T], what: str) -> T:
+    """The result of `read`; what the file system refuses is tried again with growing delays, each one logged.
+
+    Raises UnreadableError where it stays refused, and DamagedError for bytes that are missing or not decodable; those
+    are read twice.
+    """
+    delays = list(READ_DELAYS)
+    damaged = False
+    while True:
+        try:
+            return read()
+        except Exception as error:  # the array library raises errors of many types
+            refused, cause = was_refused(error), describe_error(error)
+            if not delays or (not refused and damaged):
+                kind = UnreadableError if refused else DamagedError
+                raise kind(cause) from error
+            damaged = not refused
+            if refused:
+                logger.warning("%s cannot be read (%s): trying again in %.1f s", what, cause, delays[0])
+            time.sleep(delays.pop(0))
+
+
+def was_refused(error: BaseException) -> bool:
+    """Whether an error of reading says nothing about the content: I/O errors, permissions, timeouts, memory."""
+    for cause in _causes(error):
+        if isinstance(cause, DamagedError):
+            return False
+        if isinstance(cause, MemoryError | UnreadableError):
+            return True
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return cause.errno not in ABSENT
+        if code := re.search(r"os_error_code='(\d+)'", str(cause)):
+            return int(code.group(1)) not in ABSENT
+        if any(status in _first_line(cause) for status in REFUSED):
+            return True
+    return False
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and first line of the error at the root of an exception."""
+    root = list(_causes(error))[-1]
+    return f"{root}" if isinstance(root, DamagedError) else f"{type(root).__name__}: {_first_line(root)}"
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
+    return causes
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300]
