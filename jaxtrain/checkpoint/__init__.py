@@ -1,4 +1,4 @@
-"""Save and restore training state: `Checkpoints`, `CheckpointReader`, `digest`, `gather_json`. Importing Orbax takes a second."""
+"""Save, read and restore training state. Importing Orbax takes a second."""
 
 from jaxtrain.checkpoint.digest import digest
 from jaxtrain.checkpoint.gather import gather_json

@@ -14,12 +14,11 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 CheckpointRecord = dict[str, Any]
-T = TypeVar("T")
 
 STATE = "state"
 RECORD = "record/metadata"
@@ -66,7 +65,7 @@ def with_hash(record: CheckpointRecord) -> CheckpointRecord:
     return {**contents, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
-def read_patiently(read: Callable[[], T], what: str) -> T:
+def read_patiently[T](read: Callable[[], T], what: str) -> T:
     """The result of `read`; what the file system refuses is tried again with growing delays, each one logged.
 
     Raises UnreadableError where it stays refused, and DamagedError for bytes that are missing or not decodable; those

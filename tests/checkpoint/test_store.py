@@ -194,7 +194,7 @@ def test_a_part_of_the_leaves_is_restored_alone(two):
     restored = CheckpointReader(two).restore(wanted, subset=True)
     assert (restored.step, restored.data, restored.bytes) == (2, DATA, 64 * 64 * 4 + 8 * 2)
     assert_equal_trees(restored.state, {"params": state_of(2)["params"]})
-    with pytest.raises(ConfigError, match="words: checkpoint has uint32.64, 64., configuration needs nothing"):
+    with pytest.raises(ConfigError, match=r"words: checkpoint has uint32.64, 64., configuration needs nothing"):
         CheckpointReader(two).restore(wanted)
 
 
