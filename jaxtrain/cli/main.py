@@ -64,9 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RunError) as error:
         print(f"jaxtrain: {error}", file=sys.stderr)
         return error.status
-    except KeyboardInterrupt:
-        print("jaxtrain: interrupted; the same command resumes from the newest checkpoint", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        # A run's own handlers say what is saved, and raise with a status.
+        print(f"jaxtrain: {str(error) or 'interrupted'}", file=sys.stderr)
+        return getattr(error, "status", 130)
 
 
 def help_of(name: str) -> str:

@@ -172,5 +172,5 @@ def _describe_error(error: BaseException) -> tuple[str, int]:
         told = isinstance(error.code, str)
         return (f"{error.code}\n", 1) if told else ("", int(error.code or 0))
     if isinstance(error, KeyboardInterrupt):
-        return "", 130
+        return f"jaxtrain: {str(error) or 'interrupted'}\n", getattr(error, "status", 130)
     return "".join(traceback.format_exception(error)), FAILED

@@ -26,6 +26,7 @@ from jaxtrain.train.recorder import Recorder
 from jaxtrain.train.resolve import bind
 from jaxtrain.train.run import Run
 from jaxtrain.train.run_dir import check_same_run, describe_sharding, read_summary, write_run
+from jaxtrain.train.signals import StopSignals
 from jaxtrain.train.startup import startup_report
 from jaxtrain.train.summary import finish, summarize
 
@@ -33,17 +34,17 @@ from jaxtrain.train.summary import finish, summarize
 def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
     """Train a run to its last step in `directory`, resuming from its newest intact checkpoint; returns the summary.
 
-    `hooks` act between steps, after the held-out evaluation and before the checkpoint (train/hooks.py). Raises
-    ConfigError for any setting, corpus or checkpoint that a user can fix; nothing is written before the configuration
-    is known to be sound.
+    `hooks` act between steps, after the held-out evaluation and before the checkpoint (train/hooks.py). SIGTERM, SIGINT
+    and SIGUSR1 save a checkpoint and end the run (train/signals.py). Raises ConfigError for any setting, corpus or
+    checkpoint that a user can fix, before anything is written; StoppedError after a signal.
     """
     started, began, directory = time.perf_counter(), time.time(), Path(directory)
-    agree_on_start(config)
-    bound = bind(config)
-    check_same_run(directory, config)
-    agree_on_directory(directory)
-    primary = jax.process_index() == 0
     with contextlib.ExitStack() as stack:
+        signals = stack.enter_context(StopSignals(directory).handled())
+        agree_on_start(config)
+        bound, primary = bind(config), jax.process_index() == 0
+        check_same_run(directory, config)
+        agree_on_directory(directory)
         log = stack.enter_context(contextlib.closing(Log(directory, config.observe, primary, to_tree(config), quiet)))
         check_lease = stack.enter_context(hold(directory, log.info))
         # Another process may have begun the run before this one held it.
@@ -57,7 +58,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
         hooks = (*([Evaluate(bound, corpus)] if config.eval.every else []), *hooks)
         checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
         stack.enter_context(contextlib.closing(checkpoints))
-        run = Run(bound, corpus, feed, checkpoints, log, directory, check_lease)
+        run = Run(bound, corpus, feed, checkpoints, log, directory, signals, check_lease)
         stack.enter_context(run.recorded_end())
         if primary:
             write_run(directory, config, describe_sharding(bound), environment())
@@ -72,6 +73,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
             log.info(f"this run has its {run.step} steps: nothing left to train (raise train.steps to continue it)")
             return finished
         phases = run_steps(run, hooks)
+        signals.end_steps()
         result = summarize(run, phases, run.wait_for_checkpoints(), time.perf_counter() - started)
         report_phase("end", run.step)
         return finish(run, result, primary, quiet)
@@ -85,6 +87,7 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
     recorder = Recorder(run.bound, run.corpus, phases, run.log, counters, run.event)
     if run.step == 0:
         recorder.before_first(call_hooks(run, [hook for hook in hooks if hook.due(run)]))
+    run.signals.begin_steps()
     with run.log.progress(config.train.steps, run.step) as advance:
         recorder.show_progress(advance)
         recorder.restart_clock()
@@ -105,6 +108,9 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
             if run.last or run.step % config.checkpoint.every == 0:
                 recorder.flush()
                 run.save()
+            if not run.last and (signal := run.signals.stop_at(run.step)):
+                recorder.flush()
+                run.save_and_stop(signal)
     return phases
 
 

@@ -12,7 +12,7 @@ import jax
 
 from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.checkpoint.order import CheckpointOrder
-from jaxtrain.config import ConfigError, RunError
+from jaxtrain.config import ConfigError, RunError, StoppedError
 from jaxtrain.data import Corpus
 from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.numerics.counter import counter_int
@@ -22,6 +22,7 @@ from jaxtrain.train.feed import BatchFeed
 from jaxtrain.train.recorder import Counters
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.run_dir import check_same_data, checkpoint_meta
+from jaxtrain.train.signals import Interrupted, StopSignals
 from jaxtrain.train.state import TrainState, state_bytes
 
 
@@ -36,12 +37,13 @@ class Run:
         checkpoints: Checkpoints,
         log: Log,
         directory: Path,
+        signals: StopSignals,
         check_lease: Callable[[], None],
     ) -> None:
         self.bound, self.corpus, self.log, self.directory = bound, corpus, log, directory
         self.check_lease = check_lease
         """Raises RunError where another process took the run directory over."""
-        self.counters = Counters()
+        self.counters, self.signals = Counters(), signals
         self.feed = feed
         self.resumed_from: int | None = None
         self.stopped: str | None = None
@@ -74,8 +76,7 @@ class Run:
         try:
             yield
         except BaseException as error:
-            known = error.status if isinstance(error, ConfigError | RunError) else None
-            status = known or (130 if isinstance(error, KeyboardInterrupt) else 1)
+            status = error.status if isinstance(error, ConfigError | RunError | Interrupted) else 1
             self.event("end", step=self.step, status=status, cause=f"{type(error).__name__}: {error}")
             raise
         self.event("end", step=self.step, status=0, cause=self.stopped or "the last step is done")
@@ -103,6 +104,17 @@ class Run:
         size = state_bytes(self.bound.abstract)
         self.event("restored", step=self.step, seconds=time.perf_counter() - begin, bytes=size)
         self.log.info(f"resumed at step {self.step} of {self.bound.config.train.steps}, {tokens:,} tokens trained")
+
+    def save_and_stop(self, signal: str) -> None:
+        """Save this step durably for a signal; raises StoppedError."""
+        begin = time.perf_counter()
+        self.save()
+        self.wait_for_checkpoints()
+        self.event("stopped", step=self.step, signal=signal)
+        raise StoppedError(
+            f"{signal}: step {self.step} of {self.bound.config.train.steps} is saved "
+            f"({time.perf_counter() - begin:.1f} s); the same command resumes there"
+        )
 
     def save(self) -> None:
         """Save a checkpoint of this step; raises RunError where another process took the run directory over."""

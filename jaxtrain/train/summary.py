@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxtrain.observe.files import write_summary
 from jaxtrain.report.experts import draw_experts
 from jaxtrain.report.training import draw_curve, print_summary
@@ -61,6 +63,10 @@ def finish(run: Run, result: dict[str, Any], primary: bool, quiet: bool) -> dict
     run.check_lease()
     if primary:
         write_summary(run.directory, result)
+    # A process alone may leave; of several, all must compute the sample.
+    if run.signals.received is not None and jax.process_count() == 1:
+        run.log.info("sample and plots are left out after the signal; the run is complete")
+        return result
     result = result | {"sample": _attempt(run, "sample", lambda: _sample(run))}
     if primary:
         plots: dict[str, Callable[[Path], Path | None]] = {"picture": draw_curve, "experts_picture": draw_experts}
