@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from jaxtrain.config import RunConfig, validate
+from jaxtrain.config import RunConfig, StoppedError, validate
 from jaxtrain.observe.events import read_events
 from jaxtrain.train import summary
 from jaxtrain.train.loop import train
@@ -40,6 +43,26 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def assert_same_rows(run: Path, other: Path) -> None:
+    for key in ("loss", "grad_norm", "tokens_total", "eval_loss"):
+        assert [row.get(key) for row in rows_of(run)] == [row.get(key) for row in rows_of(other)]
+
+
+class Kill:
+    """Sends this process a signal after a step, before the border."""
+
+    def __init__(self, step: int, signum: int) -> None:
+        self.at, self.signum = step, signum
+
+    def due(self, run: Run) -> bool:
+        return run.step == self.at
+
+    def __call__(self, run: Run) -> None:
+        os.kill(os.getpid(), self.signum)
+        while run.signals.received is None:
+            time.sleep(0.001)
+
+
 class StopAt:
     """Reports the step at every second step and stops the run at one of them."""
 
@@ -56,11 +79,8 @@ class StopAt:
 
 
 def test_one_compilation_hooks_between_steps_and_a_stopped_run_resumes(
-    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    config: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    status = tmp_path / "status"
-    status.mkdir()
-    monkeypatch.setenv("JAXTRAIN_STATUS_DIR", str(status))
     with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
         unbroken = train(config, tmp_path / "unbroken", quiet=True)
     compiled = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Finished XLA compilation")]
@@ -68,8 +88,6 @@ def test_one_compilation_hooks_between_steps_and_a_stopped_run_resumes(
     assert sum("jit(evaluate)" in message for message in compiled) == 1, compiled
     assert unbroken["steps"] == unbroken["updates"] == 6 and "stopped" not in unbroken
 
-    reported = json.loads((status / "status-0.json").read_text())
-    assert (reported["phase"], reported["step"]) == ("end", 6)
     events = read_events(tmp_path / "unbroken")
     assert [(e["kind"], e["step"]) for e in events] == [
         ("start", 0), ("compiled", 0), ("checkpoint", 2), ("checkpoint", 4), ("checkpoint", 6), ("end", 6)
@@ -84,10 +102,16 @@ def test_one_compilation_hooks_between_steps_and_a_stopped_run_resumes(
     assert (finished["steps"], finished["resumed_from"]) == (6, 4)
     resumed = [e for e in read_events(tmp_path / "run") if e["kind"] in ("restored", "start")][1:]
     assert [(e["kind"], e["step"]) for e in resumed] == [("restored", 4), ("start", 4)] and resumed[0]["bytes"] > 10_000
-    for key in ("loss", "grad_norm", "tokens_total", "eval_loss"):
-        assert [row.get(key) for row in rows_of(tmp_path / "run")] == [
-            row.get(key) for row in rows_of(tmp_path / "unbroken")
-        ]
+    assert_same_rows(tmp_path / "run", tmp_path / "unbroken")
+
+    # A signal, received in the step before: no evaluation and no summary, but a checkpoint of this step.
+    with pytest.raises(StoppedError, match="SIGTERM: step 3 of 6 is saved"):
+        train(config, tmp_path / "signal", quiet=True, hooks=[Kill(3, signal.SIGTERM)])
+    assert [e["kind"] for e in read_events(tmp_path / "signal")][-3:] == ["checkpoint", "stopped", "end"]
+    assert not (tmp_path / "signal" / "summary.json").exists()
+    assert train(config, tmp_path / "signal", quiet=True)["resumed_from"] == 3
+    assert_same_rows(tmp_path / "signal", tmp_path / "unbroken")
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_plot_that_fails_is_reported_and_the_run_is_complete(

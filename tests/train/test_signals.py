@@ -18,6 +18,7 @@ import yaml
 
 from jaxtrain.launch.local import free_port
 from jaxtrain.observe.events import read_events
+from jaxtrain.train.signals import StopSignals
 
 FOREVER = 1_000_000
 
@@ -85,6 +86,7 @@ def losses(place: Path, run: str) -> list[tuple[float, float, int]]:
     return [(row["loss"], row["grad_norm"], row["tokens_total"]) for row in rows(place, run)]
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(("processes", "signum", "receiver"), [(1, signal.SIGINT, 0), (2, signal.SIGUSR1, 1)])
 def test_a_signal_saves_at_a_border_and_the_same_command_resumes(
     place: Path, processes: int, signum: int, receiver: int
@@ -117,21 +119,19 @@ def test_a_signal_saves_at_a_border_and_the_same_command_resumes(
 
 
 def test_a_signal_before_the_first_step_ends_at_once(place: Path) -> None:
-    for number, (run, words) in enumerate(
-        {"early": "nothing is saved yet", "1-0": "the same command resumes at step"}.items()
-    ):
-        if number and not (place / run / "run" / "checkpoints").is_dir():
-            pytest.skip("the test before made no checkpoint")
-        # While it compiles: the native code cannot be interrupted from Python.
-        with started(place, run, 1) as workers:
-            wait_until(lambda run=run: "corpus:" in output(place, run), workers)  # type: ignore[misc]
-            workers[0].send_signal(signal.SIGTERM)
-            assert workers[0].wait(timeout=20) == 143
-        assert f"SIGTERM before the first step: {words}" in output(place, run)
-        assert "Traceback" not in output(place, run)
+    run = "early"
+    with started(place, run) as workers:
+        wait_until(lambda: "corpus:" in output(place, run), workers)
+        workers[0].send_signal(signal.SIGTERM)
+        assert workers[0].wait(timeout=20) == 143
+    assert "SIGTERM before the first step: nothing is saved yet" in output(place, run)
+    assert "Traceback" not in output(place, run)
     assert not [path for path in (place / "cache").iterdir() if path.is_dir() and path.name.startswith(".")]
+    (place / run / "run" / "checkpoints" / "70").mkdir(parents=True)
+    assert StopSignals(place / run / "run").resumption() == "the same command resumes at step 70"
 
 
+@pytest.mark.prove
 def test_a_second_signal_ends_at_once(place: Path) -> None:
     run = "twice"
     with started(place, run, 2) as workers:
