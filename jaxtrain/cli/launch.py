@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic.dataclasses import dataclass
 
 from jaxtrain.cli.train import Train, default_run
 from jaxtrain.cli.verb import VERB, Config, Verb, run_verb
 from jaxtrain.config import ConfigError, load_config
+from jaxtrain.launch.node import Nodes
+from jaxtrain.launch.process import first_host, split_address
 from jaxtrain.launch.watchdog import Limits
 from jaxtrain.observe.events import record_event
 
@@ -31,13 +33,23 @@ class Launch(Verb):
     devices_per_process: int | None = None
     """Devices of each process started here; default all that it sees."""
     coordinator: str | None = None
-    """HOST:PORT on which process 0 listens; with --processes and --process-id, this process joins the job by hand."""
+    """HOST:PORT on which process 0 listens; with --processes and --process-id, this process joins the job by hand.
+    With --nodes, the address where the launchers of all nodes meet: a host name of node 0 and a free port of it."""
     process_id: int | None = None
     """Rank of this process, from 0; no other process is started then."""
     restarts: int = 10
     """Restarts after failures that may follow each other without progress; 0: a failure ends the job. Default 10."""
     grace: float = 120.0
     """Seconds to save and exit after a signal to the launcher; a second signal ends all at once. Default 120."""
+
+    nodes: int | None = None
+    """Nodes of the job: run the same command on each, with its --node-rank. Under srun, one launch a node finds it."""
+    node_rank: int | None = None
+    """Number of this node, from 0; the launcher of node 0 listens at --coordinator."""
+    node_timeout: float = 30.0
+    """Seconds without a word after which a node is cut off and all start again together. Default 30."""
+    node_wait: float = 600.0
+    """Seconds to wait for nodes that are missing, at the start or after a failure. Default 600."""
 
     example: ClassVar[str] = "jaxtrain launch tiny --processes 2 --devices-per-process 2 --mesh.data 4"
 
@@ -47,7 +59,8 @@ class Launch(Verb):
         from jaxtrain.launch.local import launch
 
         directory = self.run or default_run(self.config)
-        by_hand = self.process_id is not None or self.coordinator is not None
+        nodes = self._nodes()
+        by_hand = self.process_id is not None or (self.coordinator is not None and nodes is None)
         if by_hand or (self.processes is None and under_scheduler()):
             verb = Train(self.config, directory, self.coordinator, self.processes, self.process_id)
             return run_verb(verb, overrides)
@@ -60,9 +73,44 @@ class Launch(Verb):
         command += [f"--{override}" for override in overrides]
         return launch(
             command, self.processes, self.devices_per_process, grace=self.grace, restarts=self.restarts,
-            limits=Limits(config.watchdog.factor, config.watchdog.floors), record=partial(record_event, directory),
-            newest_checkpoint=partial(newest_checkpoint, directory),
+            limits=Limits(config.watchdog.factor, config.watchdog.floors), record=partial(record_in, directory),
+            newest_checkpoint=partial(newest_checkpoint, directory), nodes=nodes,
         )  # fmt: skip
+
+    def _nodes(self) -> Nodes | None:
+        """The nodes of the job, from the options or from srun; None for this machine alone."""
+        given = {"--nodes": self.nodes, "--node-rank": self.node_rank, "--coordinator": self.coordinator}
+        if self.nodes is None and self.node_rank is None:
+            found = slurm_nodes(os.environ) if self.processes is not None and self.process_id is None else None
+            if found is None or self.coordinator is not None:
+                return None
+            count, rank, where = found
+        else:
+            missing = [name for name, value in given.items() if value is None]
+            if missing or self.nodes is None or self.node_rank is None or self.coordinator is None:
+                raise ConfigError(
+                    f"a job of several nodes needs {' and '.join(missing)} too: --nodes N, --node-rank 0 to N-1, "
+                    "--coordinator HOST:PORT of node 0 (the same everywhere), --processes P of this node"
+                )
+            count, rank, where = self.nodes, self.node_rank, self.coordinator
+        return Nodes(count, rank, split_address(where), self.node_timeout, self.node_wait)
+
+
+def slurm_nodes(env: Mapping[str, str]) -> tuple[int, int, str] | None:
+    """(nodes, rank of this node, HOST:PORT) where srun started one task on each of several nodes, else None."""
+    hosts, count = env.get("SLURM_STEP_NODELIST"), int(env.get("SLURM_STEP_NUM_NODES") or 1)
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS") or 0)
+    if hosts is None or count < 2 or tasks != count:
+        return None
+    # Not the port that the tasks of a step without a launcher use.
+    port = 57344 + (int(env.get("SLURM_JOB_ID", 0)) + int(env.get("SLURM_STEP_ID", 0))) % 4096
+    return count, int(env["SLURM_NODEID"]), f"{first_host(hosts)}:{port}"
+
+
+def record_in(directory: Path, kind: str, **values: Any) -> None:
+    """Record an event of the supervisor; nothing in a directory that is not a run yet, or is something else."""
+    if (directory / "config.yaml").exists():
+        record_event(directory, kind, **values)
 
 
 def newest_checkpoint(directory: Path) -> int:

@@ -71,6 +71,8 @@ class Outcome:
     statuses: tuple[RankStatus, ...] = ()
     ago: float = 0.0
     """Seconds since the failure."""
+    final: str = ""
+    """Why another generation is useless, where that is known here."""
 
     def to_json(self) -> dict[str, Any]:
         """For another supervisor."""

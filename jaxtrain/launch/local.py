@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxtrain.config import ConfigError
 from jaxtrain.launch.generation import SETTLE_S, Generation, Job, Outcome, Place
+from jaxtrain.launch.node import Nodes, launch_node
+from jaxtrain.launch.ports import free_port
 from jaxtrain.launch.process import visible_gpus
 from jaxtrain.launch.restarts import RestartPolicy
 from jaxtrain.launch.signals import GRACE_S, Signals
@@ -28,6 +28,7 @@ def launch(
     limits: Limits | None = None,
     record: Recorder = lambda kind, **values: None,
     newest_checkpoint: Callable[[], int] = lambda: -1,
+    nodes: Nodes | None = None,
 ) -> int:
     """Run `command --coordinator 127.0.0.1:PORT --processes N --process-id i` N times; 0, or the first failed status.
 
@@ -35,10 +36,14 @@ def launch(
     others get SIGTERM, and SIGKILL after `settle` seconds; then all are started again with another port, as
     `restarts.RestartPolicy` decides. SIGINT, SIGTERM and SIGUSR1 are forwarded: the processes have `grace` seconds. No
     process outlives the launcher, even if that is killed. Each process gets `devices_per_process` CPU devices, or as
-    many GPUs. Raises ConfigError for impossible numbers.
+    many GPUs. With `nodes`, this machine is one of several, each of which calls `launch`. Raises ConfigError for
+    impossible numbers, and where the nodes cannot meet.
     """
     environments = list(worker_environments(processes, devices_per_process, os.environ))
     job = Job(command, environments, limits or Limits(), settle)
+    policy = RestartPolicy(restarts, newest_checkpoint)
+    if nodes is not None:
+        return launch_node(nodes, job, policy, Signals(grace), record)
     stragglers = Stragglers(record)
     with Signals(grace).handled() as signals:
 
@@ -46,7 +51,7 @@ def launch(
             place = Place(f"127.0.0.1:{free_port()}", processes, generation=number)
             return Generation(job, place, signals, on_watch=stragglers.look).run()
 
-        return supervise(run_generation, RestartPolicy(restarts, newest_checkpoint), signals.wait, record)
+        return supervise(run_generation, policy, signals.wait, record)
 
 
 def worker_environments(processes: int, devices: int | None, env: Mapping[str, str]) -> Iterator[dict[str, str]]:
@@ -73,18 +78,3 @@ def worker_environments(processes: int, devices: int | None, env: Mapping[str, s
         if gpus:
             added["CUDA_VISIBLE_DEVICES"] = ",".join(names[i * each : (i + 1) * each])
         yield {**env, **added}
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port on which nothing listens now.
-
-    Below the range from which Linux takes the ports of connections, so that none is taken before process 0 listens.
-    """
-    for port in random.SystemRandom().sample(range(20000, 32000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            return port
-    raise ConfigError(f"no free port was found on {host} between 20000 and 32000")

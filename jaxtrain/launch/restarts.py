@@ -47,8 +47,8 @@ class RestartPolicy:
 
     def after(self, outcome: Outcome) -> Decision:
         """What follows a generation that ended by a failure."""
-        if outcome.status in FINAL or outcome.signalled or self._budget == 0:
-            return Decision(False, 0.0, FINAL.get(outcome.status, ""))
+        if outcome.status in FINAL or outcome.final or outcome.signalled or self._budget == 0:
+            return Decision(False, 0.0, outcome.final or FINAL.get(outcome.status, ""))
         host = outcome.host or "an unknown host"
         if outcome.status == CorruptionError.status:
             self._corrupt[host] += 1
