@@ -25,10 +25,11 @@ from jaxtrain.prove.verify import verify
 from jaxtrain.train.hooks import Hook
 from jaxtrain.train.loop import train
 from jaxtrain.train.losses import LOSSES, METRICS, HeadInputs
+from jaxtrain.train.reading import open_run
 from jaxtrain.train.resolve import Bound, Resolved, bind, resolve
 from jaxtrain.train.run import Run
 from jaxtrain.train.step import Step
-from jaxtrain.train.use import evaluate, generate, open_run
+from jaxtrain.train.use import evaluate, generate
 
 __all__ = [
     "ACTIVATIONS",

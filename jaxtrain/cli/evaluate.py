@@ -18,16 +18,30 @@ class Eval(Verb):
 
     run: Annotated[Path, Positional("RUN")]
     """Run directory."""
+    coordinator: str | None = None
+    """HOST:PORT on which process 0 listens; with --processes and --process-id, this process joins a job by hand."""
+    processes: int | None = None
+    """Processes of the job."""
+    process_id: int | None = None
+    """Rank of this process, from 0."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     example: ClassVar[str] = "jaxtrain eval runs/tiny --mesh.data -1"
 
+    def process(self) -> tuple[str | None, int | None, int | None]:
+        """Arguments of `launch.distributed.join`."""
+        return self.coordinator, self.processes, self.process_id
+
     def __call__(self, overrides: Sequence[str]) -> int:
-        """Restore, evaluate, print."""
+        """Restore, evaluate, print in one process."""
+        import jax
+
         from jaxtrain.train.use import evaluate
 
         found = evaluate(self.run, overrides)
+        if jax.process_index():
+            return 0
         if self.json:
             print_json(found)
         else:

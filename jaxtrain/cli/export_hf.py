@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic.dataclasses import dataclass
 
@@ -26,14 +26,20 @@ class ExportHf(Verb):
     """Size of the largest safetensors file, in GB (10^9 bytes). Default 5."""
     family: str | None = None
     """model_type of the hub; default that of the import, else the first family that can express the model."""
+    coordinator: str | None = None
+    """HOST:PORT on which process 0 listens; with --processes and --process-id, this process joins a job by hand."""
+    processes: int | None = None
+    """Processes of the job."""
+    process_id: int | None = None
+    """Rank of this process, from 0."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     example: ClassVar[str] = "jaxtrain export-hf runs/tiny ./tiny-hf --dtype bfloat16"
 
-    def process(self) -> tuple[Any, ...] | None:
-        """Arguments of `launch.distributed.join`: those of the scheduler."""
-        return ()
+    def process(self) -> tuple[str | None, int | None, int | None]:
+        """Arguments of `launch.distributed.join`."""
+        return self.coordinator, self.processes, self.process_id
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Restore, write, print counts in one process."""

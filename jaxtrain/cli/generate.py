@@ -25,12 +25,26 @@ class Generate(Verb):
     """Softmax temperature; 0 is greedy. Default 0.7."""
     seed: int = 0
     """Seed of sampling."""
+    coordinator: str | None = None
+    """HOST:PORT on which process 0 listens; with --processes and --process-id, this process joins a job by hand."""
+    processes: int | None = None
+    """Processes of the job."""
+    process_id: int | None = None
+    """Rank of this process, from 0."""
 
     example: ClassVar[str] = 'jaxtrain generate runs/tiny --prompt "def " --tokens 40'
 
+    def process(self) -> tuple[str | None, int | None, int | None]:
+        """Arguments of `launch.distributed.join`."""
+        return self.coordinator, self.processes, self.process_id
+
     def __call__(self, overrides: Sequence[str]) -> int:
-        """Restore, sample, print."""
+        """Restore, sample, print in one process."""
+        import jax
+
         from jaxtrain.train.use import generate
 
-        print(generate(self.run, self.prompt, self.tokens, self.temperature, self.seed, overrides))
+        text = generate(self.run, self.prompt, self.tokens, self.temperature, self.seed, overrides)
+        if jax.process_index() == 0:
+            print(text)
         return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic.dataclasses import dataclass
 
@@ -24,14 +24,20 @@ class ImportHf(Verb):
     """YAML file, or the name of a shipped configuration, for all sections but model."""
     ignore: tuple[str, ...] = ()
     """Keys of config.json to ignore though the family does not know them: they must not change the model."""
+    coordinator: str | None = None
+    """HOST:PORT on which process 0 listens; with --processes and --process-id, this process joins a job by hand."""
+    processes: int | None = None
+    """Processes of the job."""
+    process_id: int | None = None
+    """Rank of this process, from 0."""
     json: bool = False
     """Print one JSON object on stdout."""
 
     example: ClassVar[str] = "jaxtrain import-hf ./Llama-3.1-8B runs/llama --config llama3_8b"
 
-    def process(self) -> tuple[Any, ...] | None:
-        """Arguments of `launch.distributed.join`: those of the scheduler."""
-        return ()
+    def process(self) -> tuple[str | None, int | None, int | None]:
+        """Arguments of `launch.distributed.join`."""
+        return self.coordinator, self.processes, self.process_id
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Read the folder, write the run, print counts in one process."""

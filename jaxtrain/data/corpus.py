@@ -19,7 +19,15 @@ from jaxtrain.data.cache import build_once
 from jaxtrain.data.documents import DocumentNames, Documents, Flat, join_documents
 from jaxtrain.data.files import fingerprint
 from jaxtrain.data.readers import BadRecord, Record, TokenIds
-from jaxtrain.data.sources import Listing, Tally, list_source, refuse_or_count, texts_of, training_texts
+from jaxtrain.data.sources import (
+    Listing,
+    Tally,
+    is_record_held_out,
+    list_source,
+    refuse_or_count,
+    texts_of,
+    training_texts,
+)
 from jaxtrain.data.stored import Stored
 from jaxtrain.data.tokenfiles import TOKENIZER, Shard, Sidecar, TokenFile, open_token_file, read_sidecar
 from jaxtrain.data.tokenizer import TextTokenizer, prepare_tokenizer
@@ -86,29 +94,31 @@ class _SourceCorpus:
     text_tokens: int
 
 
-def prepare(config: RunConfig) -> Corpus:
+def prepare(config: RunConfig, tokenizer: TextTokenizer | None = None, held_out_only: bool = False) -> Corpus:
     """Map token files; tokenize the other sources of a run, or find them tokenized in data.cache.
 
-    Raises ConfigError: a source is missing, empty or unreadable; the tokenizer is unreadable, too large for the model
-    or another than the one that wrote token shards; the cache cannot be written; data.held_out leaves no document to
-    train on. The held-out split may be empty.
+    `tokenizer`: used in place of the one that the configuration names or trains. `held_out_only`: only held-out
+    documents are tokenized where nothing is cached, and the training split may lack any. Raises ConfigError: a source
+    is missing, empty or unreadable; the tokenizer is unreadable, too large for the model or another than the one that
+    wrote token shards; the cache cannot be written; data.held_out leaves no document to train on. The held-out split
+    may be empty.
     """
     data, cache = config.data, cache_of(config.data)
     listings = list_sources(data, cache)
     with progress_bar(config.observe.progress) as progress:
         waiting = progress.add_task("tokenizer", total=None)
-        tokenizer = tokenizer_of(config, listings, cache)
+        tokenizer = tokenizer_of(config, listings, cache, tokenizer)
         progress.remove_task(waiting)
         parts = [
             _mapped(listing, tokenizer, cache)
             if listing.source.kind == "tokens"
-            else _tokenized(data, listing, tokenizer, cache, progress)
+            else _tokenized(data, listing, tokenizer, cache, progress, held_out_only)
             for listing in listings
         ]
     documents = join_documents([part.documents for part in parts])
     assert isinstance(documents.names, DocumentNames)
     held_out = documents.names.held_out(data.held_out)
-    if held_out.all():
+    if held_out.all() and not held_out_only:
         raise ConfigError(
             f"data.held_out is {data.held_out}: it takes all {len(documents)} documents of data.sources and leaves "
             "none to train on: lower it, or bring more documents"
@@ -141,8 +151,10 @@ def list_sources(data: DataConfig, cache: Path) -> list[Listing]:
     ]
 
 
-def tokenizer_of(config: RunConfig, listings: Sequence[Listing], cache: Path) -> TextTokenizer:
-    """data.tokenizer.path, the tokenizer beside token shards, or one trained on the sources' texts.
+def tokenizer_of(
+    config: RunConfig, listings: Sequence[Listing], cache: Path, given: TextTokenizer | None = None
+) -> TextTokenizer:
+    """data.tokenizer.path, the tokenizer beside token shards, or one trained on the sources' texts; or the `given` one.
 
     Raises ConfigError when token shards were written with another one.
     """
@@ -150,18 +162,26 @@ def tokenizer_of(config: RunConfig, listings: Sequence[Listing], cache: Path) ->
     sidecars = {folder: sidecar for listing in listings for folder, sidecar in sidecars_of(listing)}
     beside = next(iter(sidecars), None)
     readable = [listing for listing in listings if listing.source.kind != "tokens" and not sidecars_of(listing)]
-    if data.tokenizer.path is None and beside is None and not readable:
+    if given is None and data.tokenizer.path is None and beside is None and not readable:
         raise ConfigError(
             f"data.sources are token ids ({data.sources[0].path}) and no tokens.json beside them names their "
             "tokenizer: set data.tokenizer.path"
         )
-    key, texts = training_texts(readable, data.held_out, data.on_bad_record, cache, SAMPLE_BYTES)
-    tokenizer = prepare_tokenizer(config, beside / TOKENIZER if beside else None, key, texts, cache)
+    if given is None:
+        key, texts = training_texts(readable, data.held_out, data.on_bad_record, cache, SAMPLE_BYTES)
+        tokenizer = prepare_tokenizer(config, beside / TOKENIZER if beside else None, key, texts, cache)
+    else:
+        tokenizer = given
     for folder, sidecar in sidecars.items():
         if sidecar.tokenizer != tokenizer.fingerprint:
+            written = f"the token shards in {folder} were written with tokenizer {sidecar.tokenizer[:12]}"
+            if given is not None:
+                raise ConfigError(
+                    f"{written}, the run's own tokenizer is {given.fingerprint[:12]}: restore the shards that it was "
+                    "trained on, or tokenize their sources with the run's tokenizer.json"
+                )
             raise ConfigError(
-                f"the token shards in {folder} were written with tokenizer {sidecar.tokenizer[:12]}, "
-                f"data.tokenizer.path {data.tokenizer.path} is {tokenizer.fingerprint[:12]}: "
+                f"{written}, data.tokenizer.path {data.tokenizer.path} is {tokenizer.fingerprint[:12]}: "
                 f"set data.tokenizer.path: {folder / TOKENIZER}, or tokenize again"
             )
     return tokenizer
@@ -208,20 +228,33 @@ def _joined_token_files(opened: Sequence[TokenFile], names: DocumentNames) -> Do
 
 
 def _tokenized(
-    data: DataConfig, listing: Listing, tokenizer: TextTokenizer, cache: Path, progress: Progress
+    data: DataConfig,
+    listing: Listing,
+    tokenizer: TextTokenizer,
+    cache: Path,
+    progress: Progress,
+    held_out_only: bool = False,
 ) -> _SourceCorpus:
-    """A source of any other kind, tokenized once and cached."""
+    """A source of any other kind, tokenized once and cached; perhaps only its held-out documents."""
     key = listing.digest(tokenizer.fingerprint, CORPUS_FORMAT, data.on_bad_record)
-    folder = build_once(
-        cache / "corpora" / key, lambda path: _tokenize(path, data, listing, tokenizer, cache, progress)
-    )
+    folder = cache / "corpora" / key
+    share = data.held_out if held_out_only and not folder.exists() else None
+    if share is not None:
+        folder = folder.with_name(f"{key}-held-out-{share}")
+    build_once(folder, lambda path: _tokenize(path, data, listing, tokenizer, cache, progress, share))
     return _open(folder, listing, tokenizer, key)
 
 
 def _tokenize(
-    folder: Path, data: DataConfig, listing: Listing, tokenizer: TextTokenizer, cache: Path, progress: Progress
+    folder: Path,
+    data: DataConfig,
+    listing: Listing,
+    tokenizer: TextTokenizer,
+    cache: Path,
+    progress: Progress,
+    share: float | None = None,
 ) -> None:
-    """Write the documents of a source.
+    """Write the documents of a source, or only the held-out `share` of them.
 
     tokens.bin (flat, little-endian), offsets.npy (int64, one more than there are documents), places.npy (int64
     [documents, 2]: file and number in it), tally.json and, where something is masked, scored.bin (a byte a token).
@@ -234,6 +267,8 @@ def _tokenize(
     masked = False
     task = progress.add_task(f"tokenizing {listing.where}", total=listing.bytes or None)
     records = listing.records(listing.spans(), data.on_bad_record, tally, cache)
+    if share is not None:
+        records = (record for record in records if is_record_held_out(record.file.name, record.index, share))
     with (folder / "tokens.bin").open("wb") as file, (folder / "scored.bin").open("wb") as mask:
         for record, ids, scored in encode_records(records, tokenizer, listing.where, data.on_bad_record, tally):
             ids.astype(dtype).tofile(file)
@@ -242,7 +277,7 @@ def _tokenize(
             offsets.append(offsets[-1] + len(ids))
             locations.extend((numbers[record.file.name], -1 if record.index is None else record.index))
             progress.update(task, completed=tally.bytes)
-    if not tally.documents:
+    if not tally.documents and share is None:
         raise ConfigError(
             f"{listing.where}.{listing.source.kind} is {listing.source.path!r}: its {len(listing.files)} files hold no "
             f"document ({tally.empty} empty, {tally.skipped} unreadable): bring text"

@@ -13,11 +13,10 @@ import jax
 
 from jaxtrain.checkpoint import CheckpointReader, Checkpoints, gather_json
 from jaxtrain.checkpoint.order import CheckpointOrder
-from jaxtrain.config import ConfigError, RunConfig, load_config, validate
+from jaxtrain.config import ConfigError, RunConfig, validate
 from jaxtrain.config.load import apply_overrides, read_yaml
 from jaxtrain.config.paths import require_local
 from jaxtrain.data import Corpus, TextTokenizer, open_stream, prepare, resolve_virtual_shards, shards_of_rows
-from jaxtrain.data.corpus import cache_of, list_sources, tokenizer_of
 from jaxtrain.hub.families import FAMILIES, family_of
 from jaxtrain.hub.family import Family, nested, write_model
 from jaxtrain.hub.fields import Json
@@ -28,8 +27,9 @@ from jaxtrain.launch.coordination import wait_for_all
 from jaxtrain.observe.environment import environment
 from jaxtrain.train.agreement import agree_on_start
 from jaxtrain.train.batch import owned_rows
+from jaxtrain.train.reading import bind_here, run_config
 from jaxtrain.train.resolve import Bound, bind
-from jaxtrain.train.run_dir import checkpoint_meta, describe_sharding, write_run
+from jaxtrain.train.run_dir import checkpoint_meta, describe_sharding, tokenizer_of_run, write_run, write_tokenizer
 
 ORIGIN = "hub"
 """Folder of an imported run that holds the hub's configuration and tokenizer files."""
@@ -93,17 +93,14 @@ def export_run(
     Rows of the vocabulary that the imported model did not have are left out. Raises ConfigError if no family can
     express the model, or if `directory` exists already.
     """
-    if not (run / "config.yaml").is_file():
-        raise ConfigError(f"{run} is not a run (it has no config.yaml): name the --run directory of a training run")
-    config = load_config(run / "config.yaml", overrides, hints=False)
+    config = run_config(run, overrides)
     origin = run / ORIGIN
     hub = read_json(origin / "config.json") if (origin / "config.json").is_file() else {}
     vocabulary = hub.get("vocab_size", config.model.vocab_size)
     chosen, hub_config = _find_family(config, vocabulary, family or hub.get("model_type"))
     agree_on_start(config, read=run)
-    setup = bind(config)
-    tokenizer = tokenizer_of(config, list_sources(config.data, cache_of(config.data)), cache_of(config.data))
-    step, params = _restore_weights(run, config, setup, tokenizer)
+    setup = bind_here(config, overrides)
+    step, params, tokenizer = _restore_weights(run, config, setup)
     shard_bytes = max(math.floor(max_shard_gb * 1e9), 1)
     with new_folder(directory) as temporary:
         counts = save(temporary, chosen, setup.canonical, params, vocabulary, dtype, shard_bytes)
@@ -135,6 +132,7 @@ def _write_run(directory: Path, run: Path, config: RunConfig, setup: Bound, corp
     wait_for_all("weights imported", 3600.0)
     if primary:
         write_run(run, config, describe_sharding(setup), environment())
+        write_tokenizer(run, corpus.tokenizer)
         (run / ORIGIN).mkdir()
         for name in COPIED_FILES:
             if (directory / name).is_file():
@@ -163,15 +161,12 @@ def _find_family(config: RunConfig, vocabulary: int, name: str | None) -> tuple[
     raise ConfigError(f"no family of the hub can express this model:{''.join(reasons)}")
 
 
-def _restore_weights(run: Path, config: RunConfig, setup: Bound, tokenizer: TextTokenizer) -> tuple[int, Any]:
+def _restore_weights(run: Path, config: RunConfig, setup: Bound) -> tuple[int, Any, TextTokenizer]:
     restored = CheckpointReader(run / "checkpoints").restore(CheckpointOrder(setup).params_layout, subset=True)
     if restored is None:
         raise ConfigError(f"{run} has no checkpoint: train it first")
-    if restored.meta["tokenizer"] != tokenizer.fingerprint:
-        raise ConfigError(
-            f"the tokenizer of {run} is not the one that it was trained with: restore data.tokenizer.path"
-        )
-    return restored.step, restored.state["params"]
+    tokenizer = tokenizer_of_run(run, config, restored.meta["tokenizer"])
+    return restored.step, restored.state["params"], tokenizer
 
 
 def _special_tokens(tokenizer: TextTokenizer) -> Json:

@@ -25,7 +25,14 @@ from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.recorder import Recorder
 from jaxtrain.train.resolve import bind
 from jaxtrain.train.run import Run
-from jaxtrain.train.run_dir import check_same_run, describe_sharding, read_summary, write_run
+from jaxtrain.train.run_dir import (
+    check_same_run,
+    describe_sharding,
+    held_tokenizer,
+    read_summary,
+    write_run,
+    write_tokenizer,
+)
 from jaxtrain.train.signals import StopSignals
 from jaxtrain.train.startup import startup_report
 from jaxtrain.train.summary import finish, summarize
@@ -50,7 +57,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
         # Another process may have begun the run before this one held it.
         changes = check_same_run(directory, config)
         report_phase("data")
-        corpus = prepare(config)
+        corpus = prepare(config, held_tokenizer(directory, config))
         # Nothing was written so far. No process may look at the directory while another fills it.
         report_phase("barrier")
         agree_on_corpus(corpus)
@@ -65,6 +72,8 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
         for line in (*startup_report(bound, corpus), *changes, *(f"record skipped: {why}" for why in corpus.reasons)):
             log.info(line)
         run.restore()
+        if primary:
+            write_tokenizer(directory, corpus.tokenizer)
         run.event(
             "start", began=began, step=run.step, resumed_from=run.resumed_from, processes=jax.process_count(),
             mesh=bound.topology.sizes, changes=changes,

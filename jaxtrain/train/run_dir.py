@@ -8,7 +8,9 @@ from typing import Any
 
 from jaxtrain.config import Axis, ConfigError, RunConfig, diff_configs, dump_config, load_config, to_tree
 from jaxtrain.config.paths import require_local
-from jaxtrain.data import Corpus
+from jaxtrain.data import Corpus, TextTokenizer
+from jaxtrain.data.corpus import cache_of, list_sources, tokenizer_of
+from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.events import EVENTS
 from jaxtrain.observe.files import write_atomic
@@ -16,10 +18,14 @@ from jaxtrain.train.lease import LEASE
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.state import state_bytes_per_device
 
+TOKENIZER = "tokenizer.json"
+"""The run's tokenizer, in the form of data.tokenizer.path."""
+
 # Settings that a resumed run may change: where and how it computes, what it shows, its number of steps; and RoPE
 # scaling, which changes between phases with longer sequences.
 CHANGEABLE = ("mesh.", "cluster.", "rules.", "remat.", "pipeline.", "observe.", "watchdog.", "checkpoint.", "eval.",
         "train.steps", "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "data.allow_changed",
+        "data.tokenizer.path",
         "precision.max_skipped", "attention.", "model.rope.")  # fmt: skip
 # ... and what it may also change under data.allow_changed.
 CHANGEABLE_WITH_CORPUS = ("data.sources", "data.on_bad_record")
@@ -47,6 +53,7 @@ def checkpoint_meta(
         "seed": config.train.seed,
         "corpus": corpus.fingerprint,
         "tokenizer": corpus.tokenizer_fingerprint,
+        "documents": {"train": len(corpus.train), "held_out": len(corpus.held_out)},
         "mesh": sizes,
         "config": to_tree(config),
         "environment": environment(),
@@ -81,6 +88,62 @@ def check_same_run(directory: Path, config: RunConfig) -> list[str]:
     return [f"{key} changed from {a!r} to {b!r} since the last start" for key, a, b in rows]
 
 
+def held_tokenizer(directory: Path, config: RunConfig) -> TextTokenizer | None:
+    """The tokenizer that a run with checkpoints holds; None for a new run, and for one of versions that held none.
+
+    Raises ConfigError where data.tokenizer.path now names another tokenizer.
+    """
+    path = directory / TOKENIZER
+    if not path.is_file() or not any(each.name.isdecimal() for each in (directory / "checkpoints").glob("*")):
+        return None
+    held, named = load_tokenizer(path), config.data.tokenizer.path
+    if named is not None and Path(named).expanduser().is_file():
+        now = load_tokenizer(Path(named).expanduser())
+        if now.fingerprint != held.fingerprint:
+            raise ConfigError(
+                f"the tokenizer changed since this run began ({held.fingerprint[:12]} -> {now.fingerprint[:12]}): "
+                f"data.tokenizer.path {named} is another one: set data.tokenizer.path to {path}, which the run "
+                "holds, or start another --run"
+            )
+    return held
+
+
+def write_tokenizer(directory: Path, tokenizer: TextTokenizer) -> None:
+    """Write RUN/tokenizer.json, from which generate, eval and export-hf read token ids without the corpus."""
+    path, content = directory / TOKENIZER, tokenizer.json.encode()
+    if not path.is_file() or path.read_bytes() != content:
+        write_atomic(path, content)
+
+
+def tokenizer_of_run(directory: Path, config: RunConfig, expected: str) -> TextTokenizer:
+    """The tokenizer of a run whose checkpoint was trained with the one of the fingerprint `expected`.
+
+    Runs of versions that held none resolve it again. Raises ConfigError where it is lost.
+    """
+    path, reasons = directory / TOKENIZER, []
+    for resolve in (lambda: load_tokenizer(path), lambda: _configured_tokenizer(config)):
+        try:
+            found = resolve()
+        except ConfigError as error:
+            reasons.append(str(error))
+            continue
+        if found.fingerprint == expected:
+            return found
+    why = "is not the one that the run was trained with" if path.is_file() else "is missing"
+    sources = config.data.tokenizer.path or "the corpus"
+    raise ConfigError(
+        f"{path} {why} (fingerprint {expected[:12]}), and {sources} does not give that one: restore {path} or {sources}"
+        + "".join(f"\n  {reason}" for reason in reasons)
+    )
+
+
+def _configured_tokenizer(config: RunConfig) -> TextTokenizer:
+    cache = cache_of(config.data)
+    if config.data.tokenizer.path is not None:
+        return load_tokenizer(Path(config.data.tokenizer.path).expanduser())
+    return tokenizer_of(config, list_sources(config.data, cache), cache)
+
+
 def check_same_data(directory: Path, config: RunConfig, meta: dict[str, Any], corpus: Corpus) -> list[str]:
     """One line for each change of the data that data.allow_changed accepts.
 
@@ -97,7 +160,7 @@ def check_same_data(directory: Path, config: RunConfig, meta: dict[str, Any], co
         fix = (
             "restore data.sources, start another --run, or set data.allow_changed"
             if key == "corpus"
-            else f"set data.tokenizer.path to the tokenizer of {directory}, or start another --run"
+            else f"restore {directory / TOKENIZER}, or start another --run"
         )
         raise ConfigError(f"{changed}: the data position of {directory} is meaningless for it; {fix}")
     return lines

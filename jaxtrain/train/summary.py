@@ -96,4 +96,4 @@ def _sample(run: Run) -> str | None:
     if not train.sample_prompt:
         return None
     drawn = train.sample_prompt, train.sample_tokens, train.sample_temperature, train.seed
-    return continue_text(run.bound, run.corpus, run.state["params"], *drawn)
+    return continue_text(run.bound, run.corpus.tokenizer, run.state["params"], *drawn)

@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.cli import main, split_overrides
 from jaxtrain.config import ConfigError
 from jaxtrain.hub.runs import import_run
-from jaxtrain.train.use import open_run
+from jaxtrain.train.reading import open_run
 
 WORDS = [f"word{i}" for i in range(150)]
 

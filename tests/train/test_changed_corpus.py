@@ -41,11 +41,21 @@ def test_a_changed_corpus_is_refused_unless_told(tmp_path: Path, capsys: pytest.
     assert result["updates"] == 4 and result["resumed_from"] == 2
     assert "the corpus changed since this run began" in capsys.readouterr().out
 
-    # Another tokenizer gives the same ids another meaning: nothing allows that.
+    # Another tokenizer gives the same ids another meaning: the run goes on with its own.
     fixed.write_text(fixed.read_text().replace('"type": "ByteLevel"', '"type":  "ByteLevel"', 1))
     tree["train"]["steps"] = 5
-    with pytest.raises(ConfigError, match=r"the tokenizer changed since this run began.*set data\.tokenizer\.path"):
+    held = tmp_path / "run" / "tokenizer.json"
+    with pytest.raises(
+        ConfigError, match=rf"the tokenizer changed since this run began.*set data\.tokenizer\.path to {held}"
+    ):
         train(validate(tree), tmp_path / "run", quiet=True)
+    tree["data"]["tokenizer"]["path"] = str(held)
+    assert train(validate(tree), tmp_path / "run", quiet=True)["resumed_from"] == 4
+    # The file may be gone: the run does not need it.
+    fixed.unlink()
+    tree["data"]["tokenizer"]["path"] = str(fixed)
+    tree["train"]["steps"] = 6
+    assert train(validate(tree), tmp_path / "run", quiet=True)["resumed_from"] == 5
 
 
 def test_token_shards_with_masks_train_end_to_end(tmp_path: Path) -> None:
