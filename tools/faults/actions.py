@@ -1,0 +1,301 @@
+"""What is done to a run: signals, files, disks, and other commands beside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from faults.fault import Action, NotRunError, Scene
+from faults.runs import committed, last_step, wait_until
+
+KINDS = {
+    "checkpoint metadata": "_CHECKPOINT_METADATA",
+    "commit marker": "commit_success.txt",
+    "record": "record/metadata",
+    "commit marker of the record": "record/commit_success.txt",
+    "tree of the state": "state/_METADATA",
+    "shardings": "state/_sharding",
+    "array metadata": "state/array_metadatas/process_0",
+    "commit marker of the state": "state/commit_success.txt",
+    "merged manifest": "state/manifest.ocdbt",
+    "merged data": "state/d/*",
+    "manifest of a process": "state/ocdbt.process_0/manifest.ocdbt",
+    "array data": "state/ocdbt.process_0/d/*",
+}
+"""The files of a checkpoint by kind; of several, the largest."""
+
+
+# Moments.
+
+
+def step(number: int) -> Callable[[Scene], bool]:
+    """When so many steps are recorded."""
+    return lambda scene: last_step(scene.run) >= number
+
+
+def saved(number: int) -> Callable[[Scene], bool]:
+    """When this checkpoint is committed."""
+    return lambda scene: number in committed(scene.run)
+
+
+def printed(pattern: str) -> Callable[[Scene], bool]:
+    """When a line matches."""
+    return lambda scene: scene.job is not None and scene.job.said(pattern) is not None
+
+
+def seconds(number: float) -> Callable[[Scene], bool]:
+    """So many seconds after the start."""
+    return lambda scene: scene.job is not None and time.time() - scene.job.began >= number
+
+
+def exists(name: str) -> Callable[[Scene], bool]:
+    """When a file matches below the run directory."""
+    return lambda scene: any(scene.run.glob(name))
+
+
+# Signals.
+
+
+def send(signum: int, rank: int | None = None) -> Action:
+    """A signal to the trainer of a rank, or to the command itself."""
+
+    def act(scene: Scene) -> None:
+        assert scene.job is not None
+        scene.job.signal(signum, rank)
+
+    return act
+
+
+def send_twice(signum: int, pause: float) -> Action:
+    """The same signal twice."""
+
+    def act(scene: Scene) -> None:
+        send(signum)(scene)
+        time.sleep(pause)
+        send(signum)(scene)
+
+    return act
+
+
+def stop_for(duration: float, rank: int | None = None) -> Action:
+    """SIGSTOP, and SIGCONT after some seconds."""
+
+    def act(scene: Scene) -> None:
+        send(signal.SIGSTOP, rank)(scene)
+        time.sleep(duration)
+        send(signal.SIGCONT, rank)(scene)
+
+    return act
+
+
+# Files.
+
+
+def newest(scene: Scene) -> Path:
+    """The folder of the newest checkpoint."""
+    return scene.run / "checkpoints" / str(max(committed(scene.run)))
+
+
+def file_of(scene: Scene, kind: str) -> Path:
+    """The file of a kind in the newest checkpoint, or a file of the run directory; NotRunError if there is none."""
+    root = newest(scene) if kind in KINDS else scene.run
+    found = sorted(root.glob(KINDS.get(kind, kind)), key=lambda path: path.stat().st_size)
+    if not found:
+        raise NotRunError(f"there is no file {KINDS.get(kind, kind)}")
+    return found[-1]
+
+
+def flip(kind: str, where: float = 0.5) -> Action:
+    """One bit of one byte of a file; at the share `where` of its length."""
+
+    def act(scene: Scene) -> None:
+        path = file_of(scene, kind)
+        data = bytearray(path.read_bytes())
+        if not data:
+            raise NotRunError(f"{path.name} is empty")
+        at = min(int(len(data) * where), len(data) - 1)
+        data[at] ^= 0x10
+        path.write_bytes(data)
+        scene.notes.append(f"byte {at} of {len(data)} of {path.relative_to(scene.run)}")
+
+    return act
+
+
+def flip_every(kind: str) -> Action:
+    """One bit in each of all files of a kind."""
+
+    def act(scene: Scene) -> None:
+        for path in newest(scene).glob(KINDS[kind]):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 0x10
+            path.write_bytes(data)
+
+    return act
+
+
+def truncate(kind: str, share: float = 0.5) -> Action:
+    """Keep the first part of a file."""
+
+    def act(scene: Scene) -> None:
+        path = file_of(scene, kind)
+        size = path.stat().st_size
+        os.truncate(path, int(size * share))
+        scene.notes.append(f"{path.relative_to(scene.run)}: {int(size * share)} of {size} bytes")
+
+    return act
+
+
+def remove(kind: str) -> Action:
+    """Remove a file, or a folder."""
+
+    def act(scene: Scene) -> None:
+        path = file_of(scene, kind)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    return act
+
+
+def remove_in_checkpoint(name: str) -> Action:
+    """Remove a file or folder of the newest checkpoint ('.' the whole)."""
+
+    def act(scene: Scene) -> None:
+        shutil.rmtree(newest(scene) / name)
+
+    return act
+
+
+def write(name: str, contents: bytes) -> Action:
+    """Write a file below the run directory."""
+
+    def act(scene: Scene) -> None:
+        (scene.run / name).parent.mkdir(parents=True, exist_ok=True)
+        (scene.run / name).write_bytes(contents)
+
+    return act
+
+
+def append(name: str, contents: bytes) -> Action:
+    """Append to a file of the run directory."""
+
+    def act(scene: Scene) -> None:
+        with (scene.run / name).open("ab") as file:
+            file.write(contents)
+
+    return act
+
+
+def stale_folder(scene: Scene) -> None:
+    """A half-written checkpoint, as an older process has left it."""
+    shutil.copytree(newest(scene), scene.run / "checkpoints" / "12.orbax-checkpoint-tmp")
+    (scene.run / "checkpoints" / "12.orbax-checkpoint-tmp" / "commit_success.txt").unlink(missing_ok=True)
+
+
+def both(*actions: Action) -> Action:
+    """Several actions, one after another."""
+
+    def act(scene: Scene) -> None:
+        for action in actions:
+            action(scene)
+
+    return act
+
+
+# Disks.
+
+
+def on_small_disk(size: str) -> Action:
+    """The run directory is a file system of its own, in memory."""
+
+    def act(scene: Scene) -> None:
+        if os.geteuid():
+            raise NotRunError("mounting needs root")
+        scene.run.mkdir(parents=True, exist_ok=True)
+        kept = list(scene.run.iterdir())
+        aside = scene.run.with_suffix(".aside")
+        if kept:
+            scene.run.rename(aside)
+            scene.run.mkdir()
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "faults", str(scene.run)], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise NotRunError(f"mount: {done.stderr.strip()}")
+        scene.undo.append(lambda: unmount(scene.run))
+        if kept:
+            shutil.copytree(aside, scene.run, dirs_exist_ok=True)
+            shutil.rmtree(aside)
+
+    return act
+
+
+def unmount(folder: Path) -> None:
+    """Copy a mounted run directory to the disk below it and unmount."""
+    aside = folder.with_suffix(".kept")
+    shutil.copytree(folder, aside, dirs_exist_ok=True)
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+    shutil.copytree(aside, folder, dirs_exist_ok=True)
+    shutil.rmtree(aside)
+
+
+def fill_disk(scene: Scene) -> None:
+    """Another program takes all space that is left."""
+    with (scene.run / "ballast").open("wb") as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+                file.flush()
+        except OSError:
+            pass
+
+
+def free_disk(scene: Scene) -> None:
+    """The user removes what filled the disk."""
+    (scene.run / "ballast").unlink()
+
+
+def remount(option: str) -> Action:
+    """Make the file system of the run read-only ('ro') or writable ('rw')."""
+
+    def act(scene: Scene) -> None:
+        subprocess.run(["mount", "-o", f"remount,{option}", str(scene.run)], check=True)
+
+    return act
+
+
+# Other commands.
+
+
+def beside(*words: str, times: int = 1, wait: bool = True, statuses: tuple[int, ...] = (0,)) -> Action:
+    """Run a verb on the run directory beside the command; '{run}' is the directory, '{new}' a fresh folder."""
+
+    def act(scene: Scene) -> None:
+        for number in range(times):
+            fill = {"run": str(scene.run), "new": f"{scene.run}.new{number}", "config": str(scene.bench.config)}
+            command = [sys.executable, "-m", "jaxtrain", *(word.format(**fill) for word in words)]
+            job = scene.bench.start(command)
+            scene.others.append(job)
+            if not wait:
+                continue
+            status = job.wait(90)
+            last = (job.text.splitlines() or [""])[-1][:200]
+            scene.notes.append(f"{words[0]}: status {status}, {last}")
+            if status not in statuses:
+                raise AssertionError(f"{words[0]} beside the run ended with {status}: {last}")
+
+    return act
+
+
+def wait_for(ready: Callable[[Scene], object], limit: float = 60) -> Action:
+    """Wait inside an action."""
+
+    def act(scene: Scene) -> None:
+        if not wait_until(lambda: ready(scene), limit, scene.job):
+            raise AssertionError("the moment never came")
+
+    return act

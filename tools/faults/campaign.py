@@ -1,0 +1,67 @@
+"""Inject every fault and write what each one cost: `campaign.py [--only TEXT] [--out results.json] [--docs FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from faults.fault import Fault, Outcome, inject
+from faults.injections import GROUPS
+from faults.runs import Bench
+
+
+def faults(only: Sequence[str] = ()) -> Iterator[tuple[str, Fault]]:
+    """All faults with their group, or those whose group or name contains one of the texts."""
+    for group, table in GROUPS.items():
+        for fault in table():
+            if not only or any(text in f"{group}: {fault.name}" for text in only):
+                yield group, fault
+
+
+def run(bench: Bench, only: Sequence[str] = ()) -> Iterator[Outcome]:
+    """Inject the faults one after another."""
+    for group, fault in faults(only):
+        yield inject(bench, group, fault)
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command; 1 where a fault had another outcome than the stated one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", action="append", default=[], help="part of a group or a name; may be repeated")
+    parser.add_argument("--out", type=Path, help="JSON of all outcomes")
+    parser.add_argument("--docs", type=Path, help="page to write")
+    parser.add_argument("--keep", type=Path, help="folder of the runs, which is kept")
+    options = parser.parse_args(argv)
+    folder = options.keep or Path(tempfile.mkdtemp(prefix="jaxtrain-faults-"))
+    outcomes = []
+    try:
+        for outcome in run(Bench(folder), options.only):
+            outcomes.append(outcome)
+            numbers = f"{outcome.detected_s} s, lost {outcome.steps_lost}, new step {outcome.first_step_s} s"
+            print(
+                f"{outcome.result:8} {outcome.name}: status {outcome.status}, {numbers} ({outcome.seconds} s)",
+                flush=True,
+            )
+            for problem in outcome.problems:
+                print(f"         {problem}", flush=True)
+            if options.out:
+                options.out.write_text(json.dumps([o.as_json() for o in outcomes], indent=1))
+    finally:
+        if not options.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+    failed = sum(outcome.result == "failed" for outcome in outcomes)
+    print(f"{len(outcomes)} faults, {failed} failed, {sum(o.result == 'not run' for o in outcomes)} not run")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    os.nice(5)
+    raise SystemExit(main(sys.argv[1:]))
