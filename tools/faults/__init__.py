@@ -1,1 +1,1 @@
-"""The fault campaign: faults injected into real processes, and what each one costs; `python tools/faults/campaign.py`."""
+"""The fault campaign: faults injected into real processes, and what each one costs."""

@@ -299,3 +299,8 @@ def wait_for(ready: Callable[[Scene], object], limit: float = 60) -> Action:
             raise AssertionError("the moment never came")
 
     return act
+
+
+def remove_run(scene: Scene) -> None:
+    """Remove the run directory while it is in use."""
+    shutil.rmtree(scene.run, ignore_errors=True)

@@ -13,9 +13,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from faults import injections, injections2
 from faults.fault import Fault, Outcome, inject
-from faults.injections import GROUPS
 from faults.runs import Bench
+
+GROUPS = {**injections.GROUPS, **injections2.GROUPS}
 
 
 def faults(only: Sequence[str] = ()) -> Iterator[tuple[str, Fault]]:

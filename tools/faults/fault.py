@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -69,6 +70,12 @@ class Fault:
     older: bool = False
     """Whether the fault destroys the newest checkpoint, so that more than the last interval is lost."""
     limit: float = LIMIT
+    prefix: tuple[str, ...] = ()
+    """Words before the command."""
+    by_hand: tuple[tuple[str, ...], ...] = ()
+    """The processes are started one by one with --coordinator; the further arguments of each."""
+    paths: tuple[str, ...] = ()
+    """Folders before PYTHONPATH: of all commands, or by_hand of the last process."""
     check: Callable[[Scene], str | None] | None = None
     """What is wrong in the end, beyond all this."""
 
@@ -133,13 +140,16 @@ def _inject(scene: Scene, fault: Fault, outcome: Outcome) -> None:
     watch = Watch(run)
     try:
         command = bench.command(run, fault.processes, fault.overrides, config, fault.supervise)
-        job = scene.job = bench.start(command, **env)
+        command, job = _start(scene, fault, command, config, env)
         if fault.when and not wait_until(lambda: fault.when(scene), fault.limit, job):  # type: ignore[misc]
             outcome.problems.append("the moment of the injection never came")
         if fault.do:
             scene.injected = time.time()
             fault.do(scene)
         status = job.wait(fault.limit)
+        for other in scene.others if fault.by_hand else ():
+            if (code := other.wait(fault.limit)) not in fault.status:
+                outcome.problems.append(f"another process of the job ended with {code}: {_message(other)}")
         _judge_first(scene, fault, outcome, job, status)
         last = job
         if status and fault.rerun:
@@ -153,6 +163,35 @@ def _inject(scene: Scene, fault: Fault, outcome: Outcome) -> None:
             outcome.problems.append("the rows of metrics.jsonl are not those of the unbroken run")
     if fault.check and (problem := fault.check(scene)):
         outcome.problems.append(problem)
+
+
+def _start(scene: Scene, fault: Fault, command: list[str], config: Path, env: dict[str, str]) -> tuple[list[str], Job]:
+    """Start the command, or one process after another by hand; the command to type again, and the last process."""
+    bench, changed = scene.bench, {}
+    if fault.paths:
+        changed = {"PYTHONPATH": ":".join([*fault.paths, bench.environment()["PYTHONPATH"]])}
+    if not fault.by_hand:
+        scene.job = bench.start([*fault.prefix, *command], **env, **changed)
+        return command, scene.job
+    address, count = f"127.0.0.1:{free_port()}", len(fault.by_hand)
+    for rank, extra in enumerate(fault.by_hand):
+        words = bench.command(scene.run, 1, (), config)
+        words += ["--coordinator", address, "--processes", str(count), "--process-id", str(rank)]
+        last = rank == count - 1
+        job = bench.start([*words, *extra], **env, **(changed if last else {}))
+        if last:
+            scene.job = job
+        else:
+            scene.others.append(job)
+    assert scene.job is not None
+    return bench.command(scene.run, count, (), config), scene.job
+
+
+def free_port() -> int:
+    """A TCP port on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _planted(scene: Scene, fault: Fault) -> dict[str, str]:
@@ -173,7 +212,7 @@ def _judge_first(scene: Scene, fault: Fault, outcome: Outcome, job: Job, status:
     marker = Path(f"{scene.run}.injected")
     if marker.exists():
         scene.injected = json.loads(marker.read_text())["time"]
-    elif (fault.plant.get("what") or fault.shim.get("FAULT_WITH")) and fault.plant.get("what") != "straggle":
+    elif _planted_once(fault):
         outcome.problems.append("the planted fault was never reached")
     scene.injected = scene.injected or job.began
     outcome.status, outcome.message = status, _message(job)
@@ -192,6 +231,11 @@ def _judge_first(scene: Scene, fault: Fault, outcome: Outcome, job: Job, status:
     if noticed is not None:
         outcome.detected_s = max(round(noticed - scene.injected, 2), 0.0)
     (scene.run.with_suffix(".log")).write_text(job.text)
+
+
+def _planted_once(fault: Fault) -> bool:
+    what = fault.plant.get("what", "straggle")
+    return "FAULT_WITH" in fault.shim or (what != "straggle" and not fault.plant.get("always"))
 
 
 def _rerun(scene: Scene, fault: Fault, outcome: Outcome, command: list[str]) -> Job:

@@ -78,7 +78,8 @@ class Bench:
             **base, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "JAX_COMPILATION_CACHE_DIR": cache,
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
             "PYTHONPATH": f"{Path(__file__).with_name('plant')}:{ROOT}", "PYTHONUNBUFFERED": "1", "MPLBACKEND": "agg",
-            "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: self.mark, **added,
+            "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", MARK: self.mark,
+            "JAXTRAIN_FAULT": '{"pause": 0.0}', **added,
         }  # fmt: skip
 
     def command(

@@ -108,7 +108,7 @@ def patch_steps(module: ModuleType) -> None:
         nonlocal count
         count += 1
         time.sleep(PLAN.get("pause", 0.0))
-        if PLAN.get("what") in FAULTS and count == PLAN["step"] and mine() and claim():
+        if PLAN.get("what") in FAULTS and count == PLAN["step"] and mine() and (PLAN.get("always") or claim()):
             state = FAULTS[PLAN["what"]](state)
         if PLAN.get("what") == "straggle" and mine():
             time.sleep(PLAN["seconds"])
@@ -135,7 +135,30 @@ def patch_loader(module: ModuleType) -> None:
     module.Stream._produce = produce
 
 
-PATCHES = {"jaxtrain.train.phase_steps": patch_steps, "jaxtrain.data.stream": patch_loader}
+def register_losses(module: ModuleType) -> None:
+    """Losses that are not finite, or a thousandfold, on the global batches that hold a certain token often enough."""
+    import jax.numpy as jnp
+
+    def poisoned(value: float) -> Any:
+        def loss(inputs: Any) -> Any:
+            total, sums = module.cross_entropy_loss(inputs)
+            bad = jnp.sum(inputs.batch["labels"]) % 5 == 0
+            total = jnp.where(bad, total * value, total)
+            return total, {**sums, "loss": total}
+
+        return loss
+
+    module.LOSSES.register("nan_in_some_batches")(poisoned(float("nan")))
+    module.LOSSES.register("nan_in_every_batch")(
+        lambda inputs: (lambda total, sums: (total * float("nan"), sums))(*module.cross_entropy_loss(inputs))
+    )
+    module.LOSSES.register("spikes")(poisoned(1e3))
+
+
+PATCHES = {
+    "jaxtrain.train.phase_steps": patch_steps, "jaxtrain.data.stream": patch_loader,
+    "jaxtrain.train.losses": register_losses,
+}  # fmt: skip
 
 
 class Finder(importlib.abc.MetaPathFinder):
