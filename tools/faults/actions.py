@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -304,3 +305,104 @@ def wait_for(ready: Callable[[Scene], object], limit: float = 60) -> Action:
 def remove_run(scene: Scene) -> None:
     """Remove the run directory while it is in use."""
     shutil.rmtree(scene.run, ignore_errors=True)
+
+
+def foreign_lease(scene: Scene) -> None:
+    """The lease of a process on a host that is gone."""
+    claim = {"token": "gone", "host": "node17", "user": "ada", "pid": 4242, "start": "1", "boot": "another",
+        "namespace": "x", "since": time.time() - 1000, "beat": 3, "boottime": 5.0, "clock": "boottime"}  # fmt: skip
+    (scene.run / "lease.json").write_text(json.dumps(claim).ljust(1024))
+
+
+def keep_config(scene: Scene) -> None:
+    """Remember config.yaml, as a user who has a copy."""
+    scene.kept["config.yaml"] = (scene.run / "config.yaml").read_bytes()
+
+
+def put_back(scene: Scene) -> None:
+    """Write the remembered files again."""
+    for name, contents in scene.kept.items():
+        (scene.run / name).write_bytes(contents)
+
+
+# The corpus and its cache.
+
+
+def cache_of(scene: Scene) -> Path:
+    """The run's own copy of the cache."""
+    return Path(f"{scene.run}.cache")
+
+
+def copy_cache(scene: Scene) -> None:
+    """Give the run a cache of its own, which others do not use."""
+    shutil.copytree(scene.bench.folder / "cache", cache_of(scene))
+
+
+def remove_cache(scene: Scene) -> None:
+    """Remove the run's own cache."""
+    shutil.rmtree(cache_of(scene), ignore_errors=True)
+
+
+def flip_cache(pattern: str) -> Action:
+    """One bit of the largest file of the cache that matches."""
+
+    def act(scene: Scene) -> None:
+        path = _largest(cache_of(scene), pattern)
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 0x10
+        path.write_bytes(data)
+        scene.notes.append(f"byte {len(data) // 2} of {path.name}")
+
+    return act
+
+
+def cut_cache(pattern: str) -> Action:
+    """Keep half of the largest file of the cache that matches."""
+
+    def act(scene: Scene) -> None:
+        path = _largest(cache_of(scene), pattern)
+        os.truncate(path, path.stat().st_size // 2)
+        scene.notes.append(path.name)
+
+    return act
+
+
+def _largest(folder: Path, pattern: str) -> Path:
+    found = [path for path in folder.rglob(pattern) if path.is_file()]
+    if not found:
+        raise NotRunError(f"the cache has no file {pattern}")
+    return max(found, key=lambda path: path.stat().st_size)
+
+
+def hide_corpus(scene: Scene) -> None:
+    """Rename the corpus away."""
+    corpus = scene.bench.folder / "corpus"
+    corpus.rename(corpus.with_name("corpus-away"))
+    scene.undo.append(lambda: show_corpus(scene))
+
+
+def change_corpus(scene: Scene) -> None:
+    """Append a line to one file of the corpus, keeping a copy."""
+    corpus = scene.bench.folder / "corpus"
+    shutil.copytree(corpus, corpus.with_name("corpus-away"))
+    with (corpus / "file3.py").open("a") as file:
+        file.write("x = 1\n")
+    scene.undo.append(lambda: show_corpus(scene))
+
+
+def show_corpus(scene: Scene) -> None:
+    """Put the corpus back."""
+    corpus = scene.bench.folder / "corpus"
+    if (away := corpus.with_name("corpus-away")).exists():
+        shutil.rmtree(corpus, ignore_errors=True)
+        away.rename(corpus)
+
+
+def set_clock(ahead: int) -> Action:
+    """Set the wall clock of the command so many seconds ahead."""
+
+    def act(scene: Scene) -> None:
+        with Path(f"{scene.run}.clock").open("r+b" if Path(f"{scene.run}.clock").exists() else "wb") as file:
+            file.write(ahead.to_bytes(8, sys.byteorder, signed=True))
+
+    return act

@@ -13,11 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from faults import injections, injections2
 from faults.fault import Fault, Outcome, inject
 from faults.runs import Bench
-
-GROUPS = {**injections.GROUPS, **injections2.GROUPS}
+from faults.table import GROUPS
 
 
 def faults(only: Sequence[str] = ()) -> Iterator[tuple[str, Fault]]:

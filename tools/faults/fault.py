@@ -25,6 +25,7 @@ class Scene:
     job: Job | None = None
     injected: float | None = None
     notes: list[str] = field(default_factory=list)
+    kept: dict[str, bytes] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
     others: list[Job] = field(default_factory=list)
 
@@ -64,9 +65,12 @@ class Fault:
     """The line by which the fault was noticed; default: `says`, else the supervisor's event, else the end."""
     rerun: bool = True
     """Type the same command again if it did not end with status 0."""
-    rerun_overrides: tuple[str, ...] = ()
+    rerun_processes: int | None = None
+    """Another number of processes for the second command."""
     equal: bool = True
     """Whether the rows are those of the unbroken run in the end."""
+    tolerance: float = 0.0
+    """Relative difference of losses on another mesh; 0: equal bit for bit."""
     older: bool = False
     """Whether the fault destroys the newest checkpoint, so that more than the last interval is lost."""
     limit: float = LIMIT
@@ -131,6 +135,7 @@ def inject(bench: Bench, group: str, fault: Fault) -> Outcome:
 def _inject(scene: Scene, fault: Fault, outcome: Outcome) -> None:
     bench, run = scene.bench, scene.run
     config = bench.write_config(f"{run.name}.yaml", **fault.config) if fault.config else bench.config
+    overrides = [fill(scene, word) for word in fault.overrides]
     want = bench.reference(fault.processes, config if fault.config else None) if fault.equal else None
     env = _planted(scene, fault)
     if fault.begin == "interrupted":
@@ -139,7 +144,7 @@ def _inject(scene: Scene, fault: Fault, outcome: Outcome) -> None:
         fault.before(scene)
     watch = Watch(run)
     try:
-        command = bench.command(run, fault.processes, fault.overrides, config, fault.supervise)
+        command = bench.command(run, fault.processes, overrides, config, fault.supervise)
         command, job = _start(scene, fault, command, config, env)
         if fault.when and not wait_until(lambda: fault.when(scene), fault.limit, job):  # type: ignore[misc]
             outcome.problems.append("the moment of the injection never came")
@@ -153,12 +158,14 @@ def _inject(scene: Scene, fault: Fault, outcome: Outcome) -> None:
         _judge_first(scene, fault, outcome, job, status)
         last = job
         if status and fault.rerun:
-            last = _rerun(scene, fault, outcome, [*command, *(f"--{o}" for o in fault.rerun_overrides)])
+            if fault.rerun_processes:
+                command = bench.command(run, fault.rerun_processes, overrides, config)
+            last = _rerun(scene, fault, outcome, command)
         _measure(scene, fault, outcome, watch, job, last)
     finally:
         watch.close()
     if want is not None:
-        outcome.equal = rows(run) == want
+        outcome.equal = same_rows(rows(run), want, fault.tolerance)
         if not outcome.equal:
             outcome.problems.append("the rows of metrics.jsonl are not those of the unbroken run")
     if fault.check and (problem := fault.check(scene)):
@@ -169,7 +176,9 @@ def _start(scene: Scene, fault: Fault, command: list[str], config: Path, env: di
     """Start the command, or one process after another by hand; the command to type again, and the last process."""
     bench, changed = scene.bench, {}
     if fault.paths:
-        changed = {"PYTHONPATH": ":".join([*fault.paths, bench.environment()["PYTHONPATH"]])}
+        changed = {
+            "PYTHONPATH": ":".join([*(fill(scene, path) for path in fault.paths), bench.environment()["PYTHONPATH"]])
+        }
     if not fault.by_hand:
         scene.job = bench.start([*fault.prefix, *command], **env, **changed)
         return command, scene.job
@@ -178,13 +187,28 @@ def _start(scene: Scene, fault: Fault, command: list[str], config: Path, env: di
         words = bench.command(scene.run, 1, (), config)
         words += ["--coordinator", address, "--processes", str(count), "--process-id", str(rank)]
         last = rank == count - 1
-        job = bench.start([*words, *extra], **env, **(changed if last else {}))
+        job = bench.start([*words, *(fill(scene, word) for word in extra)], **env, **(changed if last else {}))
         if last:
             scene.job = job
         else:
             scene.others.append(job)
     assert scene.job is not None
     return bench.command(scene.run, count, (), config), scene.job
+
+
+def same_rows(got: list[dict[str, Any]], want: list[dict[str, Any]], tolerance: float) -> bool:
+    """Whether the rows of two runs are equal, or their losses within a relative difference."""
+    if tolerance == 0.0:
+        return got == want
+    whole = ("step", "scored_tokens", "tokens_total")
+    return [[row[key] for key in whole] for row in got] == [[row[key] for key in whole] for row in want] and all(
+        abs(a["loss"] - b["loss"]) <= tolerance * abs(b["loss"]) for a, b in zip(got, want, strict=True)
+    )
+
+
+def fill(scene: Scene, text: str) -> str:
+    """Text with the folders of this campaign and run."""
+    return text.replace("{run}", str(scene.run)).replace("{folder}", str(scene.bench.folder))
 
 
 def free_port() -> int:
@@ -202,7 +226,11 @@ def _planted(scene: Scene, fault: Fault) -> dict[str, str]:
     if fault.shim:
         if scene.bench.shim is None:
             raise NotRunError("there is no C compiler (cc)")
-        env |= {"LD_PRELOAD": str(scene.bench.shim), "FAULT_ONCE": once, **fault.shim}
+        env |= {
+            "LD_PRELOAD": str(scene.bench.shim),
+            "FAULT_ONCE": once,
+            **{key: fill(scene, text) for key, text in fault.shim.items()},
+        }
         if "FAULT_PATH" in env:
             env["FAULT_PATH"] = str(scene.run / env["FAULT_PATH"])
     return env

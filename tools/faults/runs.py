@@ -45,6 +45,10 @@ class Bench:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.mark = f"{os.getpid()}-{time.time_ns()}"
         write_corpus(self.folder / "corpus")
+        write_records(self.folder / "records.jsonl")
+        version = self.folder / "versions" / "optax-0.0.1.dist-info"
+        version.mkdir(parents=True, exist_ok=True)
+        (version / "METADATA").write_text("Metadata-Version: 2.1\nName: optax\nVersion: 0.0.1\n")
         self.config = self.write_config("run.yaml")
 
     def write_config(self, name: str, **sections: dict[str, Any]) -> Path:
@@ -54,7 +58,7 @@ class Bench:
             "sources": [{"text": str(self.folder / "corpus")}], "cache": str(self.folder / "cache"), **tree["data"]
         }  # fmt: skip
         path = self.folder / name
-        path.write_text(yaml.safe_dump(tree))
+        path.write_text(yaml.safe_dump(tree, width=10**6).replace("{folder}", str(self.folder)))
         return path
 
     @cached_property
@@ -108,7 +112,7 @@ class Bench:
         name = f"unbroken-{processes}-{(config or self.config).stem}-{abs(hash(tuple(overrides)))}"
         run = self.folder / name
         if not (run / "summary.json").exists():
-            job = self.start(self.command(run, processes, overrides, config))
+            job = self.start(self.command(run, processes, (), config))
             status = job.wait(2 * LIMIT)
             if status != 0:
                 job.kill()
@@ -177,6 +181,13 @@ def write_corpus(folder: Path) -> None:
     for number in range(40):
         functions = (f"def f{number}_{i}(x):\n    return x + {i * number}  # {'abc' * (i % 5)}\n" for i in range(9))
         (folder / f"file{number}.py").write_text("\n".join(functions))
+
+
+def write_records(path: Path) -> None:
+    """JSON lines, one of which is cut."""
+    lines = [json.dumps({"text": f"def g{n}(x):\n    return x * {n}  # {'xyz' * (n % 7)}\n" * 4}) for n in range(120)]
+    lines[50] = lines[50][:30]
+    path.write_text("\n".join(lines) + "\n")
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

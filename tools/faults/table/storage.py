@@ -1,0 +1,119 @@
+"""Storage that fails."""
+
+from __future__ import annotations
+
+from faults import actions as a
+from faults.checks import none_condemned
+from faults.fault import Fault
+from faults.table.status import SLOW, STORAGE
+
+
+def disks() -> list[Fault]:
+    """Storage that fails, really or below the C library."""
+
+    def below(name: str, how: str, status: tuple[int, ...], **shim: str) -> Fault:
+        return Fault(name, how, plant=SLOW, shim={"FAULT_PATH": "checkpoints", **shim}, status=status)
+
+    def reading(name: str, how: str, status: tuple[int, ...], **shim: str) -> Fault:
+        shim = {"FAULT_PATH": "checkpoints/9", "FAULT_OP": "read", **shim}
+        return Fault(name, how, begin="interrupted", shim=shim, status=status, check=none_condemned)
+
+    many = {"FAULT_TIMES": "100000"}
+    return [
+        Fault(
+            "disk full",
+            "another program fills the file system after step 4",
+            plant=SLOW,
+            before=a.on_small_disk("24m"),
+            when=a.step(4),
+            do=a.fill_disk,
+            after=a.free_disk,
+            status=(STORAGE,),
+        ),
+        Fault(
+            "disk full under launch",
+            "the same with 2 processes",
+            processes=2,
+            plant=SLOW,
+            before=a.on_small_disk("24m"),
+            when=a.step(4),
+            do=a.fill_disk,
+            after=a.free_disk,
+            status=(STORAGE,),
+            limit=240,
+        ),
+        Fault(
+            "file system becomes read-only",
+            "remounted read-only after step 4",
+            plant=SLOW,
+            before=a.on_small_disk("24m"),
+            when=a.step(4),
+            do=a.remount("ro"),
+            after=a.remount("rw"),
+            status=(STORAGE,),
+        ),
+        Fault(
+            "no space from the first write of a save",
+            "ENOSPC",
+            plant=SLOW,
+            status=(STORAGE,),
+            shim={"FAULT_PATH": "checkpoints/6", "FAULT_OP": "write", "FAULT_AT": "1", "FAULT_WITH": "28", **many},
+        ),
+        below(
+            "no space in the middle of a save",
+            "ENOSPC from write 20 on",
+            (STORAGE,),
+            FAULT_OP="write",
+            FAULT_AT="20",
+            FAULT_WITH="28",
+            **many,
+        ),
+        below(
+            "quota exceeded",
+            "EDQUOT at every new file from the 30th on",
+            (STORAGE,),
+            FAULT_OP="create",
+            FAULT_AT="30",
+            FAULT_WITH="122",
+            **many,
+        ),
+        below(
+            "input/output error in a save",
+            "EIO from write 20 on",
+            (STORAGE,),
+            FAULT_OP="write",
+            FAULT_AT="20",
+            FAULT_WITH="5",
+            **many,
+        ),
+        below(
+            "permission lost",
+            "EACCES at every rename from the 3rd on",
+            (STORAGE,),
+            FAULT_OP="rename",
+            FAULT_AT="3",
+            FAULT_WITH="13",
+            **many,
+        ),
+        reading(
+            "one read error at restore", "EIO at read 5 of the newest checkpoint", (0,), FAULT_AT="5", FAULT_WITH="5"
+        ),
+        reading("one stale file handle at restore", "ESTALE at read 9", (0,), FAULT_AT="9", FAULT_WITH="116"),
+        reading(
+            "the newest checkpoint cannot be read",
+            "EIO at every read of step 9",
+            (STORAGE, 0),
+            FAULT_AT="1",
+            FAULT_WITH="5",
+            **many,
+        ),
+        Fault(
+            "the run directory is removed",
+            "rm -rf of the run after step 4",
+            plant=SLOW,
+            when=a.step(4),
+            do=a.remove_run,
+            status=(STORAGE, 1),
+            older=True,
+        ),
+    ]
