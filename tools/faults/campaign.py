@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from faults.fault import Fault, Outcome, inject
+from faults.page import write_page
 from faults.runs import Bench
 from faults.table import GROUPS
 
@@ -36,30 +37,46 @@ def main(argv: Sequence[str]) -> int:
     """The command; 1 where a fault had another outcome than the stated one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", default=[], help="part of a group or a name; may be repeated")
-    parser.add_argument("--out", type=Path, help="JSON of all outcomes")
+    parser.add_argument("--out", type=Path, help="JSON of outcomes; those of other faults in it stay")
     parser.add_argument("--docs", type=Path, help="page to write")
     parser.add_argument("--keep", type=Path, help="folder of the runs, which is kept")
     options = parser.parse_args(argv)
     folder = options.keep or Path(tempfile.mkdtemp(prefix="jaxtrain-faults-"))
-    outcomes = []
+    outcomes: list[Outcome] = []
     try:
         for outcome in run(Bench(folder), options.only):
             outcomes.append(outcome)
-            numbers = f"{outcome.detected_s} s, lost {outcome.steps_lost}, new step {outcome.first_step_s} s"
-            print(
-                f"{outcome.result:8} {outcome.name}: status {outcome.status}, {numbers} ({outcome.seconds} s)",
-                flush=True,
-            )
-            for problem in outcome.problems:
-                print(f"         {problem}", flush=True)
+            print(describe(outcome), flush=True)
             if options.out:
-                options.out.write_text(json.dumps([o.as_json() for o in outcomes], indent=1))
+                save(options.out, [outcome])
     finally:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
+    if options.docs:
+        options.docs.write_text(write_page(load(options.out) if options.out else outcomes))
     failed = sum(outcome.result == "failed" for outcome in outcomes)
     print(f"{len(outcomes)} faults, {failed} failed, {sum(o.result == 'not run' for o in outcomes)} not run")
     return 1 if failed else 0
+
+
+def describe(outcome: Outcome) -> str:
+    """One line, and one for each problem."""
+    numbers = f"{outcome.detected_s} s, lost {outcome.steps_lost}, new step {outcome.first_step_s} s"
+    line = f"{outcome.result:8} {outcome.name}: status {outcome.status}, {numbers} ({outcome.seconds} s)"
+    return "\n".join([line, *(f"         {problem}" for problem in outcome.problems)])
+
+
+def load(path: Path) -> list[Outcome]:
+    """The outcomes of a file, in the order of the table, without those of faults that are no longer in it."""
+    found = {(one["group"], one["name"]): Outcome(**one) for one in json.loads(path.read_text())}
+    return [found[key] for key in ((group, fault.name) for group, fault in faults()) if key in found]
+
+
+def save(path: Path, outcomes: Sequence[Outcome]) -> None:
+    """Write outcomes into a file; those of other faults stay in it."""
+    old = load(path) if path.exists() else []
+    new = {(one.group, one.name): one for one in [*old, *outcomes]}
+    path.write_text(json.dumps([one.as_json() for one in new.values()], indent=1))
 
 
 if __name__ == "__main__":

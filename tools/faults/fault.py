@@ -254,8 +254,11 @@ def _judge_first(scene: Scene, fault: Fault, outcome: Outcome, job: Job, status:
         outcome.problems.append(f"nothing printed matches {fault.says!r}")
     if "Traceback (most recent call last)" in job.text and fault.plant.get("what") not in ("raise", "loader-raise"):
         outcome.problems.append("a traceback was printed")
-    noticed = job.said(fault.detect or fault.says) if fault.detect or fault.says else None
-    noticed = noticed or _supervisor_noticed(scene) or job.ended
+    pattern = fault.detect or fault.says
+    noticed = job.said(pattern) if pattern else None
+    if noticed is None and not (status == 0 and fault.begin == "interrupted"):
+        noticed = _supervisor_noticed(scene) or job.ended
+    # A fault that nothing notices and that changes no loss touched what is not read.
     if noticed is not None:
         outcome.detected_s = max(round(noticed - scene.injected, 2), 0.0)
     (scene.run.with_suffix(".log")).write_text(job.text)

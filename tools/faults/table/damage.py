@@ -8,7 +8,7 @@ from faults.fault import Fault
 
 def damages() -> list[Fault]:
     """Checkpoints that are not what was saved."""
-    resumes = {"begin": "interrupted"}
+    resumes = {"begin": "interrupted", "detect": "checkpoint 9 .*damaged"}
     flips = [
         Fault(f"one flipped bit: {kind}", f"one bit of {file} of step 9", before=a.flip(kind), older=True, **resumes)
         for kind, file in a.KINDS.items()
