@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -113,6 +114,8 @@ def inject(bench: Bench, group: str, fault: Fault) -> Outcome:
     begin, outcome = time.time(), Outcome(fault.name, group, fault.how)
     scene = Scene(bench, bench.folder / "runs" / re.sub(r"\W+", "-", fault.name))
     scene.run.parent.mkdir(exist_ok=True)
+    for old in scene.run.parent.glob(f"{scene.run.name}*"):
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
     try:
         _inject(scene, fault, outcome)
     except NotRunError as reason:
@@ -348,7 +351,5 @@ def _left_behind(scene: Scene) -> list[str]:
 
 
 def _empty(folder: Path) -> None:
-    import shutil
-
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -105,11 +106,9 @@ class Bench:
         """Start a command with planted faults in `env`."""
         return Job(command, self.environment(**env), self.folder)
 
-    def reference(
-        self, processes: int, config: Path | None = None, overrides: Sequence[str] = ()
-    ) -> list[dict[str, Any]]:
+    def reference(self, processes: int, config: Path | None = None) -> list[dict[str, Any]]:
         """Rows of the unbroken run, trained once."""
-        name = f"unbroken-{processes}-{(config or self.config).stem}-{abs(hash(tuple(overrides)))}"
+        name = f"unbroken-{processes}-{hashlib.sha256((config or self.config).read_bytes()).hexdigest()[:8]}"
         run = self.folder / name
         if not (run / "summary.json").exists():
             job = self.start(self.command(run, processes, (), config))
