@@ -148,6 +148,12 @@ def register_losses(module: ModuleType) -> None:
 
         return loss
 
+    @module.METRICS.register("batch_digest")
+    def batch_digest(inputs: Any) -> Any:
+        """A sum of whole numbers below 2^24, which is exact in any order."""
+        weights = 1 + inputs.batch["positions"] % 7
+        return jnp.sum(jnp.where(inputs.scored, inputs.batch["labels"] * weights, 0)).astype(jnp.float32)
+
     module.LOSSES.register("nan_in_some_batches")(poisoned(float("nan")))
     module.LOSSES.register("nan_in_every_batch")(
         lambda inputs: (lambda total, sums: (total * float("nan"), sums))(*module.cross_entropy_loss(inputs))

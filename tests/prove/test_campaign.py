@@ -1,0 +1,32 @@
+"""Every fault of tools/faults/ costs what docs/faults.md says: the stated end, the losses of the unbroken run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from faults.campaign import faults
+from faults.fault import Fault, inject
+from faults.runs import Bench
+
+ALL = [pytest.param(group, fault, id=f"{group}: {fault.name}") for group, fault in faults()]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    yield Bench(tmp_path_factory.mktemp("faults"))
+
+
+def test_the_campaign_has_at_least_80_faults() -> None:
+    names = [f"{group}: {fault.name}" for group, fault in faults()]
+    assert len(names) >= 80
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("group", "fault"), ALL)
+def test_a_fault_has_the_stated_outcome(bench: Bench, group: str, fault: Fault) -> None:
+    outcome = inject(bench, group, fault)
+    if outcome.result == "not run":
+        pytest.skip(outcome.message)
+    assert outcome.result == "passed", "\n".join(outcome.problems)
