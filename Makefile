@@ -87,7 +87,7 @@ docs-plots: .venv/ready-$(ACCELERATOR)  ## draw the plots of the documentation
 lint: .venv/ready-dev  ## check style and types
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/mypy jaxtrain tools/bench tools/report.py
+	.venv/bin/mypy jaxtrain tools/bench tools/faults tools/report.py
 
 clean:  ## remove .venv, runs and caches
 	rm -rf .venv runs site .pytest_cache .mypy_cache .ruff_cache

@@ -69,7 +69,7 @@ def batches(run: Path) -> list[tuple[Any, ...]]:
 
 
 def test_two_four_one_processes_across_restarts_read_the_same_global_batches(bench: Bench) -> None:
-    """Packing, two weighted sources, a schedule of sequence lengths, an epoch border; a kill and a signal in between."""
+    """Packing, two weighted sources, a schedule of sequence lengths, an epoch border; a kill and a signal."""
     data = {
         "sources": [
             {"text": "{folder}/corpus", "include": ["file1*.py"], "weight": 2.0},

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from faults import actions as a
 from faults.fault import Fault
 
 
 def damages() -> list[Fault]:
     """Checkpoints that are not what was saved."""
-    resumes = {"begin": "interrupted", "detect": "checkpoint 9 .*damaged"}
+    resumes: dict[str, Any] = {"begin": "interrupted", "detect": "checkpoint 9 .*damaged"}
     flips = [
         Fault(f"one flipped bit: {kind}", f"one bit of {file} of step 9", before=a.flip(kind), older=True, **resumes)
         for kind, file in a.KINDS.items()
