@@ -1,4 +1,4 @@
-"""Joining the processes of one job: by hand, under Open MPI, under Slurm, or not at all."""
+"""Joining the processes of one job: by hand, under a launcher, or not at all."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ import jax
 
 from jaxtrain.config import ConfigError, RunError
 from jaxtrain.launch.coordination import announce_failure, announce_host
-from jaxtrain.launch.process import ProcessInfo, explicit_process, scheduled_process, split_address
+from jaxtrain.launch.detect import describe_process, detected_process, find_process, note_alone
+from jaxtrain.launch.process import ProcessInfo, split_address
 
 FAILED = 13
 """Exit status of one of several processes that ended by an exception other than ConfigError."""
+
+HEARTBEAT_S = 60
+"""Seconds without a sign of life after which a process counts as lost, and the job ends."""
 
 
 def join(
@@ -30,28 +34,32 @@ def join(
 ) -> None:
     """Join this process to its job, before the first computation of jax; does nothing for a single process.
 
-    Arguments come first, then the variables of Open MPI, then those of Slurm. Raises ConfigError for missing or
-    impossible arguments, and if the coordinator (process 0) cannot be reached or cannot listen. If a process is still
-    missing after `timeout` seconds, the message is printed and this process exits with status 2.
+    Arguments come first, then the variables of a launcher (launch/detect.py); process 0 prints what it found. Raises
+    ConfigError for missing or impossible arguments and variables, and if the coordinator (process 0) cannot be reached
+    or cannot listen. If a process is still missing after `timeout` seconds, the message is printed and this process
+    exits with status 2.
     """
-    process = explicit_process(coordinator, processes, process_id) or scheduled_process(os.environ)
+    process = find_process(coordinator, processes, process_id, os.environ, os.getppid())
     if process is None:
+        _print_note(note_alone(os.environ))
         return
+    if process.found_by and process.process_id == 0:
+        _print_note(describe_process(process, os.environ))
     deadline = time.monotonic() + timeout
-    if process.coordinator is not None:
-        host, port = split_address(process.coordinator)
-        if process.process_id == 0:
-            _check_free(host, port)
-        else:
-            _wait_for_listener(host, port, deadline)
+    host, port = split_address(process.coordinator)
+    bind = None
+    if process.process_id == 0:
+        bind = _bind_address(host, port)
+    else:
+        _wait_for_listener(host, port, deadline)
     with _exit_at(deadline, _missing_processes(process, timeout)):
-        _initialize(process, timeout)
+        _initialize(process, bind, timeout)
     announce_host()
 
 
 def under_scheduler() -> bool:
-    """Whether Open MPI or Slurm started this process as one of several."""
-    return scheduled_process(os.environ) is not None
+    """Whether a launcher started this process as one of several; raises ConfigError for impossible variables."""
+    return detected_process(os.environ, os.getppid()) is not None
 
 
 def guard(main: Callable[[], int]) -> int:
@@ -77,46 +85,62 @@ def guard(main: Callable[[], int]) -> int:
     os._exit(status)
 
 
-def _initialize(process: ProcessInfo, timeout: float) -> None:
-    bind = None
-    if process.coordinator is not None and _is_loopback(split_address(process.coordinator)[0]):
-        bind = process.coordinator
+def _initialize(process: ProcessInfo, bind: str | None, timeout: float) -> None:
     # The service would swallow SIGTERM: a run saves by a handler of its own.
     jax.config.update("jax_enable_preemption_service", False)
     keep_env = process.local_devices is None or "JAX_LOCAL_DEVICE_IDS" in os.environ
+    jax.distributed.initialize(
+        coordinator_address=process.coordinator,
+        num_processes=process.processes,
+        process_id=process.process_id,
+        local_device_ids=None if keep_env else process.local_devices,
+        cluster_detection_method="deactivate",
+        # At its timeout jax aborts the process: ours is earlier and prints a message.
+        initialization_timeout=int(timeout) + 60,
+        heartbeat_timeout_seconds=HEARTBEAT_S,
+        coordinator_bind_address=bind,
+    )
+
+
+def _bind_address(host: str, port: int) -> str | None:
+    """The one address of this machine that `host` names; None, and a printed note, to listen on all.
+
+    Raises ConfigError if process 0 cannot listen there; jax would crash without a message.
+    """
     try:
-        jax.distributed.initialize(
-            coordinator_address=process.coordinator,
-            num_processes=process.processes,
-            process_id=process.process_id,
-            local_device_ids=None if keep_env else process.local_devices,
-            cluster_detection_method="deactivate" if process.coordinator else process.found_by,
-            # At its timeout jax aborts the process: ours is earlier and prints a message.
-            initialization_timeout=int(timeout) + 60,
-            coordinator_bind_address=bind,
-        )
-    except (ValueError, RuntimeError) as error:
-        if process.coordinator is not None:
-            raise
+        found = dict.fromkeys(entry[4][0] for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    except OSError as error:
         raise ConfigError(
-            f"Open MPI started this process, but jax cannot join it ({error}): "
-            "pass --coordinator HOST:PORT --processes N --process-id I"
+            f"the coordinator's host {host} has no address here ({error.strerror or error}): name the host of process 0"
         ) from None
+    problems = {str(address): _check_free(str(address), port) for address in found}
+    usable = [address for address, problem in problems.items() if problem is None]
+    if not usable:
+        raise ConfigError(
+            f"process 0 cannot listen at {host}:{port} ({next(iter(problems.values()))}): another job may use the "
+            "port, or process 0 does not run on this host; choose another --coordinator (JAX_COORDINATOR_PORT "
+            "changes the port under a launcher)"
+        )
+    # Debian gives a host's own name a loopback address, at which other hosts do not find it.
+    if not _is_loopback(host) and (len(usable) > 1 or _is_loopback(usable[0])):
+        _print_note(
+            f"{host} is {' and '.join(usable)} here: the coordinator listens on all interfaces, without "
+            "authentication; name one address in --coordinator or JAX_COORDINATOR_ADDRESS to listen there only"
+        )
+        return None
+    return f"[{usable[0]}]:{port}" if ":" in usable[0] else f"{usable[0]}:{port}"
 
 
-def _check_free(host: str, port: int) -> None:
-    """Raise ConfigError if process 0 cannot listen; jax would crash without a message."""
-    address = (host, port) if _is_loopback(host) else ("", port)
-    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+def _check_free(address: str, port: int) -> str | None:
+    """Why this machine cannot listen at an address, None if it can."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(address)
+            probe.bind((address, port))
         except OSError as error:
-            raise ConfigError(
-                f"process 0 cannot listen at {host}:{port} ({error.strerror}): "
-                "another job may be using the port, choose another one in --coordinator"
-            ) from None
+            return str(error.strerror or error)
+    return None
 
 
 def _wait_for_listener(host: str, port: int, deadline: float) -> None:
@@ -135,11 +159,10 @@ def _wait_for_listener(host: str, port: int, deadline: float) -> None:
 
 
 def _missing_processes(process: ProcessInfo, timeout: float) -> str:
-    where = process.coordinator or "the coordinator that Open MPI names"
     return (
-        f"jaxtrain: process {process.process_id} waited {timeout:.0f} s at {where} for all {process.processes} "
-        "processes of the job: check that each was started, with the same --coordinator and --processes and a "
-        "different --process-id, and that no firewall closes the port"
+        f"jaxtrain: process {process.process_id} waited {timeout:.0f} s at {process.coordinator} for all "
+        f"{process.processes} processes of the job: check that each was started, with the same --coordinator and "
+        "--processes and a different --process-id, and that no firewall closes the port"
     )
 
 
@@ -158,6 +181,11 @@ def _exit_at(deadline: float, message: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+def _print_note(text: str | None) -> None:
+    if text is not None:
+        print(f"jaxtrain: {text}", file=sys.stderr, flush=True)
 
 
 def _is_loopback(host: str) -> bool:

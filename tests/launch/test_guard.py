@@ -9,7 +9,7 @@ from jaxtrain.launch.distributed import guard, join, under_scheduler
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NODELIST"):
+    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NODELIST", "WORLD_SIZE", "PMI_SIZE", "JAX_NUM_PROCESSES"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -231,6 +231,40 @@ def test_a_port_in_use_is_named():
         assert f"process 0 cannot listen at 127.0.0.1:{taken.getsockname()[1]}" in done.stderr
 
 
+LISTEN = """
+import sys
+from jaxtrain.launch.distributed import join
+from jaxtrain.launch.coordination import exchange
+join()
+print("ranks", exchange("ranks", int(sys.argv[1])), flush=True)
+port = int(sys.argv[2]) + 1
+for name in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{name}").readlines()[1:]:
+        address, state = line.split()[1], line.split()[3]
+        if state == "0A" and int(address.split(":")[1], 16) == port and sys.argv[1] == "0":
+            print("listens at", address, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/net")
+def test_processes_of_torchrun_join_and_the_coordinator_listens_where_the_variables_say(port):
+    def start(rank):
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.getcwd(), "WORLD_SIZE": "2", "RANK": str(rank),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        }  # fmt: skip
+        command = [sys.executable, "-c", LISTEN, str(rank), str(port)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+    outputs = [process.communicate(timeout=60)[0] for process in [start(0), start(1)]]
+    assert all("ranks [0, 1]" in output for output in outputs), outputs
+    first = f"jaxtrain: a launcher that sets RANK and WORLD_SIZE started 2 processes; coordinator 127.0.0.1:{port + 1}"
+    assert first in outputs[0] and "started 2 processes" not in outputs[1]
+    # 127.0.0.1 in the kernel's byte order, also as a mapped address of IPv6, and no other one.
+    listens = [line.split()[-1].split(":")[0] for line in outputs[0].splitlines() if "listens" in line]
+    assert [address[-8:] for address in listens] == ["0100007F"], outputs[0]
+
+
 def test_cpu_devices_and_gpu_slices():
     cpu = list(worker_environments(2, 4, {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0,1"}))
     assert [env["JAX_NUM_CPU_DEVICES"] for env in cpu] == ["4", "4"]
