@@ -28,7 +28,7 @@ class Train(Verb):
     process_id: int | None = None
     """Rank of this process, from 0."""
     json: bool = False
-    """Print the summary as one JSON object on stdout."""
+    """Print the summary as one JSON object on stdout, in process 0 alone."""
 
     example: ClassVar[str] = "jaxtrain train tiny --run runs/short --train.steps 40"
 
@@ -38,11 +38,13 @@ class Train(Verb):
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Train, print the summary."""
+        import jax
+
         from jaxtrain.train.loop import train
 
         config = load_config(self.config, overrides)
         result = train(config, self.run or default_run(self.config), quiet=self.json)
-        if self.json:
+        if self.json and jax.process_index() == 0:
             print_json(result)
         return 0
 
