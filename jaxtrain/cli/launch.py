@@ -14,8 +14,9 @@ from pydantic.dataclasses import dataclass
 from jaxtrain.cli.train import Train, default_run
 from jaxtrain.cli.verb import VERB, Config, Verb, run_verb
 from jaxtrain.config import ConfigError, load_config
+from jaxtrain.launch.detect import first_host
 from jaxtrain.launch.node import Nodes
-from jaxtrain.launch.process import first_host, split_address
+from jaxtrain.launch.process import split_address
 from jaxtrain.launch.watchdog import Limits
 from jaxtrain.observe.events import record_event
 
