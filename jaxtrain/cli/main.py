@@ -18,6 +18,7 @@ from jaxtrain.cli.import_hf import ImportHf
 from jaxtrain.cli.inspect import Inspect
 from jaxtrain.cli.launch import Launch
 from jaxtrain.cli.parse import make_parser, parse_verb, split_overrides
+from jaxtrain.cli.report import Report
 from jaxtrain.cli.tokenize import Tokenize
 from jaxtrain.cli.train import Train
 from jaxtrain.cli.verb import Verb, run_verb
@@ -30,6 +31,7 @@ VERBS: dict[str, type[Verb]] = {
     "launch": Launch,
     "eval": Eval,
     "generate": Generate,
+    "report": Report,
     "inspect": Inspect,
     "compile": Compile,
     "data": Data,

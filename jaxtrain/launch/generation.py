@@ -111,7 +111,7 @@ class Generation:
         self._outcome: Outcome | None = None
         self._deadline: float | None = None
         self._awake = self._watched = time.monotonic()
-        self._excused = 0.0
+        self._excused = self._failed = 0.0
 
     def run(self) -> Outcome:
         """Start the processes and wait for all; the first failure ends the others.
@@ -179,6 +179,7 @@ class Generation:
         stopping = self._signals.deadline is not None
         statuses = self._statuses(with_ended=True)
         top = max((-1 if status.step is None else status.step for status in statuses), default=-1)
+        self._failed = time.monotonic() - outcome.ago
         self._outcome = dataclasses.replace(outcome, top_step=top, statuses=tuple(statuses), signalled=stopping)
         if outcome.status == SAVED:
             # All processes stop at the same step; a signal to those that still save would be the second one.
@@ -238,7 +239,8 @@ class Generation:
         ]
         after = "\nthe others were ended; their last lines:\n" + "\n".join(others[:16]) if others else ""
         signalled = self._outcome.signalled or self._signals.deadline is not None
-        return dataclasses.replace(self._outcome, message=self._outcome.message + after, signalled=signalled)
+        message, ago = self._outcome.message + after, time.monotonic() - self._failed
+        return dataclasses.replace(self._outcome, message=message, signalled=signalled, ago=ago)
 
 
 def stuck_outcome(statuses: Sequence[RankStatus]) -> Outcome:

@@ -146,7 +146,7 @@ class Rendezvous:
         elif failure is None:
             failure = max(ended, key=lambda outcome: outcome.status)
         elif failure.cause == "stuck" and statuses:
-            failure = stuck_outcome(statuses)
+            failure = replace(stuck_outcome(statuses), ago=max(outcome.ago for outcome in ended))
         else:
             # With the last lines of the others, which came later.
             first = failure

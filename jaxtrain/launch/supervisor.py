@@ -56,6 +56,7 @@ def failure_values(outcome: Outcome) -> dict[str, Any]:
     return {
         "status": outcome.status, "cause": outcome.cause, "rank": outcome.rank, "host": outcome.host,
         "step": outcome.step, "phase": outcome.phase, "since_s": round(outcome.seconds, 3),
+        "ago_s": round(outcome.ago, 3),
     }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from jaxtrain.config import ConfigError, ObserveConfig
+from jaxtrain.observe.events import record_event
 from jaxtrain.observe.files import METRICS, read_metrics, to_json, truncate_metrics, write_atomic
 
 MetricsRow = dict[str, Any]
@@ -60,6 +61,9 @@ class Log:
             return
         self.close()
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        if lost := [row for row in read_metrics(self.run_dir) if row["step"] > step]:
+            written = (self.run_dir / METRICS).stat().st_mtime
+            record_event(self.run_dir, "lost", step=step, steps=len(lost), written=written)
         last = truncate_metrics(self.run_dir, step)
         if step > 0 and last != step:
             found = "no rows" if last is None else f"rows up to step {last}"

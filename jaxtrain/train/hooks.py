@@ -6,6 +6,7 @@ just ended. User code passes hooks to `train(config, directory, hooks=[...])`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -45,6 +46,8 @@ class Evaluate:
 
     def __call__(self, run: Run) -> dict[str, Any]:
         """Evaluate and print; the loss joins the row as eval_loss."""
+        begin = time.perf_counter()
         loss, scored = mean_loss(self._evaluate, run.state["params"], self._batches)
+        run.event("evaluation", step=run.step, seconds=time.perf_counter() - begin)
         run.log.info(f"held-out loss after step {run.step}: {loss:.4f} over {scored:,} tokens")
         return {"eval_loss": loss}
