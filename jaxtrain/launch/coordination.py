@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -181,11 +182,28 @@ def announce_failure(text: str, status: int) -> None:
             time.sleep(2 * SLICE_S)
 
 
-def announce_host() -> None:
-    """Publish this process's host name and pid once, for messages of others; call after joining."""
+def meet() -> None:
+    """Tell the others this process's host and pid, for messages, and hear on which hosts they are; after joining."""
     rank, processes = rank_and_count()
     if processes > 1:
         put(f"jaxtrain/host/{rank}", f"{socket.gethostname()} pid {os.getpid()}")
+        machines = exchange("hosts", machine())
+        _hosts[:] = [machines.index(name) for name in machines]
+
+
+def host_numbers() -> tuple[int, ...]:
+    """For each process, the lowest rank on its host; empty for a single process."""
+    return tuple(_hosts)
+
+
+def machine() -> str:
+    """What the processes of one machine have in common: JAXTRAIN_HOST, or the kernel's boot id, or the host's name."""
+    if name := os.environ.get("JAXTRAIN_HOST"):
+        return name
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def process_name(rank: int) -> str:
@@ -209,4 +227,5 @@ def client() -> Any:
     return distributed.global_state.client
 
 
+_hosts: list[int] = []
 _counts: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import jax
 
 from jaxtrain.config import ConfigError, RunError
-from jaxtrain.launch.coordination import announce_failure, announce_host
+from jaxtrain.launch.coordination import announce_failure, meet
 from jaxtrain.launch.detect import describe_process, detected_process, find_process, note_alone
 from jaxtrain.launch.process import ProcessInfo, split_address
 
@@ -54,7 +54,7 @@ def join(
         _wait_for_listener(host, port, deadline)
     with _exit_at(deadline, _missing_processes(process, timeout)):
         _initialize(process, bind, timeout)
-    announce_host()
+    meet()
 
 
 def under_scheduler() -> bool:

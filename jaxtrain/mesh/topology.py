@@ -97,15 +97,19 @@ def node_size(topology: Topology) -> int:
     return Counter(device.process_index for device in topology.devices.ravel()).most_common(1)[0][1]
 
 
-def build_topology(mesh: MeshConfig, cluster: ClusterConfig, devices: Sequence[Any] | None = None) -> Topology:
+def build_topology(
+    mesh: MeshConfig, cluster: ClusterConfig, devices: Sequence[Any] | None = None, hosts: Sequence[int] = ()
+) -> Topology:
     """Place devices (null: all that jax finds) on the mesh, domain by domain; the order of `devices` does not matter.
 
-    Raises ConfigError when the sizes' product is not the number of devices, domains are uneven, or the tensor x expert
-    group of a (data, pipe) coordinate spans domains and mesh.allow_cross_domain does not allow it.
+    `hosts` is the host of each process where that is known: processes of one host are neighbours, in whatever order
+    ranks were given to hosts. Raises ConfigError when the sizes' product is not the number of devices, domains are
+    uneven, or the tensor x expert group of a (data, pipe) coordinate spans domains and mesh.allow_cross_domain does not
+    allow it.
     """
     found = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(mesh, len(found))
-    domains = fast_domains(found, cluster)
+    domains = fast_domains(found, cluster, hosts)
     bound = tuple(axis for axis in TIGHT if axis not in mesh.allow_cross_domain)
     order = _physical_order(sizes, len(domains[0]), bound)
     flat = np.empty(len(found), dtype=object)
@@ -116,12 +120,12 @@ def build_topology(mesh: MeshConfig, cluster: ClusterConfig, devices: Sequence[A
     return topology
 
 
-def fast_domains(devices: Sequence[Any], cluster: ClusterConfig) -> list[list[Any]]:
+def fast_domains(devices: Sequence[Any], cluster: ClusterConfig, hosts: Sequence[int] = ()) -> list[list[Any]]:
     """Devices grouped into equal fast domains: cluster.domain_size (or devices_per_node) each, else one a process.
 
     A domain holds whole processes or lies inside one; raises ConfigError for uneven domains, naming them.
     """
-    ordered = sorted(devices, key=lambda d: (_host(d), d.process_index, d.id))
+    ordered = sorted(devices, key=lambda d: (hosts[d.process_index] if hosts else 0, _host(d), d.process_index, d.id))
     processes = [list(group) for _, group in groupby(ordered, key=lambda d: d.process_index)]
     size = cluster.domain_size or cluster.devices_per_node
     if size is None:

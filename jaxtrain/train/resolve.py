@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.config import ConfigError, RunConfig, TrainConfig
 from jaxtrain.data import FIELDS, Phase, phases_of
+from jaxtrain.launch.coordination import host_numbers
 from jaxtrain.mesh.layout import Layout, build_layout
 from jaxtrain.mesh.rules import Rules, resolve_rules
 from jaxtrain.mesh.topology import DescribedDevice, Topology, build_topology
@@ -141,7 +142,7 @@ class Bound(Resolved):
 
 def bind(config: RunConfig, devices: Sequence[Any] | None = None) -> Bound:
     """`resolve` and `Resolved.bind` on these devices (default: all of this job); raises ConfigError like `resolve`."""
-    return resolve(config, build_topology(config.mesh, config.cluster, devices)).bind()
+    return resolve(config, build_topology(config.mesh, config.cluster, devices, host_numbers())).bind()
 
 
 def resolve(config: RunConfig, topology: Topology) -> Resolved:

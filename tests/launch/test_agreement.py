@@ -80,15 +80,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_two(folder: Path, commands: list[list[str]], env: list[dict[str, str]] | None = None) -> list[tuple[int, str]]:
-    """(status, output) of two processes that run at the same time."""
+def run_all(folder: Path, commands: list[list[str]], env: list[dict[str, str]] | None = None) -> list[tuple[int, str]]:
+    """(status, output) of processes that run at the same time."""
     common = {**os.environ, "JAX_NUM_CPU_DEVICES": "1", "PYTHONPATH": os.getcwd()}
     processes = [
         subprocess.Popen(
             [sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env=common | added,
         )
-        for command, added in zip(commands, env or [{}, {}], strict=True)
+        for command, added in zip(commands, env or [{}] * len(commands), strict=True)
     ]  # fmt: skip
     return [(process.wait(), output) for process in processes for output in [process.communicate(timeout=120)[0]]]
 
@@ -98,7 +98,7 @@ def outcomes(folder: Path) -> list[dict[str, dict[str, Any]]]:
     """{case: message and seconds} of each process."""
     address = f"127.0.0.1:{free_port()}"
     commands = [["-c", BOTH, str(rank), address, json.dumps(CASES)] for rank in range(2)]
-    done = run_two(folder, commands)
+    done = run_all(folder, commands)
     assert [status for status, _ in done] == [0, 0], done
     found = []
     for _, output in done:
@@ -137,7 +137,7 @@ def test_other_devices_end_both_commands_with_status_2(folder: Path) -> None:
     address = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process-id"]
     command = ["-m", "jaxtrain", "train", "host0/run.yaml", "--run", "devices", *address]
     begin = time.monotonic()
-    done = run_two(folder, [[*command, "0"], [*command, "1"]], [{}, {"JAX_NUM_CPU_DEVICES": "2"}])
+    done = run_all(folder, [[*command, "0"], [*command, "1"]], [{}, {"JAX_NUM_CPU_DEVICES": "2"}])
     assert time.monotonic() - begin < 60
     for status, output in done:
         assert status == 2 and "Traceback" not in output, output
@@ -153,3 +153,29 @@ def test_the_minority_comes_first() -> None:
     many = [{"a": 0}] * 9 + [{"a": 1}] * 6
     assert differences(many, name) == ["a is 1 on p9, p10, p11, p12 and 2 more, 0 on p0, p1, p2, p3 and 5 more"]
     assert differences([{"a": 1}, {"a": 1}], name) == []
+
+
+GROUPS = """
+import sys
+from jaxtrain.launch.distributed import guard, join
+rank = int(sys.argv[1])
+join(sys.argv[2], 4, rank)
+from jaxtrain.config import validate
+from jaxtrain.train.resolve import bind
+def main():
+    config = validate({"mesh": {"tensor": 2}, "cluster": {"domain_size": 2}})
+    groups = bind(config).topology.devices.reshape(2, 2)
+    print("groups", [[device.process_index for device in group] for group in groups], flush=True)
+    return 0
+sys.exit(guard(main))
+"""
+
+
+def test_hosts_in_any_order_give_the_same_mesh(folder: Path) -> None:
+    hosts = "baab"
+    address = f"127.0.0.1:{free_port()}"
+    commands = [["-c", GROUPS, str(rank), address] for rank in range(4)]
+    done = run_all(folder, commands, [{"JAXTRAIN_HOST": host} for host in hosts])
+    expected = sorted([rank for rank in range(4) if hosts[rank] == host] for host in "ab")
+    for status, output in done:
+        assert status == 0 and f"groups {expected}" in output, output

@@ -109,6 +109,18 @@ def test_144_gpus_in_racks_of_72_hold_one_whole_instance_each():
     assert topology.crossings() == {"data": 2, "pipe": 1, "tensor": 1, "seq": 1, "expert": 1}
 
 
+@pytest.mark.parametrize("order", [(0, 0, 1, 1), (0, 1, 0, 1), (1, 0, 0, 1)])
+def test_ranks_in_any_order_over_hosts_form_groups_inside_hosts(order):
+    devices = [DescribedDevice(id=i, process_index=i // 2) for i in range(8)]
+    hosts = [order.index(host) for host in order]
+    topology = build_topology(MeshConfig(data=2, tensor=4), ClusterConfig(domain_size=4), devices, hosts)
+    groups = [[order[device.process_index] for device in group.ravel()] for group in topology.devices]
+    assert sorted(groups) == [[0] * 4, [1] * 4]
+    if order == (0, 1, 0, 1):
+        unknown = build_topology(MeshConfig(data=2, tensor=4), ClusterConfig(domain_size=4), devices)
+        assert [order[device.process_index] for device in unknown.devices[0].ravel()] == [0, 0, 1, 1]
+
+
 def test_an_instance_larger_than_a_domain_is_refused_with_the_group_and_the_fix():
     cluster = ClusterConfig(nodes=9, devices_per_node=64)
     with pytest.raises(ConfigError) as error:
