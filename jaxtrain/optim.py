@@ -111,7 +111,7 @@ def schedule_end(config: OptimizerConfig, total_steps: int) -> int:
             + (f" + optimizer.decay {config.decay}" if shape.final else "")
             + f" exceeds the schedule's end, {total} {config.unit} "
             + ("(optimizer.total)" if config.total else "(train.steps)")
-            + ": shorten warm-up or decay, or lengthen the run"
+            + ": shorten warm-up or decay, lengthen the run, or set optimizer.total, where the schedule ends"
         )
     return total
 

@@ -57,8 +57,10 @@ class CheckpointReader:
         self.directory = Path(directory).absolute()
         self._damaged: list[int] = []
 
-    def restore(self, abstract_state: Any, subset: bool = False) -> Restored | None:
+    def restore(self, abstract_state: Any, subset: bool = False, only: int | None = None) -> Restored | None:
         """The newest intact checkpoint, sharded like `abstract_state` (ShapeDtypeStructs); None if there is none.
+
+        `only` considers the checkpoint of this step alone.
 
         Every leaf is a new buffer, safe to donate; the peak is the state and its largest leaf. With `subset`,
         `abstract_state` may lack leaves of the checkpoint: they are neither read nor verified. A damaged checkpoint is
@@ -67,7 +69,7 @@ class CheckpointReader:
         it holds the state of another model.
         """
         reasons: dict[int, str] = {}
-        while (step := self._newest(reasons)) is not None:
+        while (step := self._newest(reasons, only)) is not None:
             begin = time.perf_counter()
             restored, reason = self._restore_step(step, abstract_state, subset)
             if restored is not None:
@@ -103,10 +105,10 @@ class CheckpointReader:
         except (DamagedError, UnreadableError) as error:
             raise StorageError(_unreadable(str(self.directory), str(error))) from None
 
-    def _newest(self, tried: dict[int, str]) -> int | None:
-        """The newest step of process 0 that was not tried yet. A collective."""
+    def _newest(self, tried: dict[int, str], only: int | None = None) -> int | None:
+        """The newest step of process 0 that was not tried yet, or `only`. A collective."""
         steps = exchange("checkpoints to restore", self.steps() if jax.process_index() == 0 else [], READ_LIMIT)[0]
-        return max((step for step in steps if step not in tried), default=None)
+        return max((step for step in steps if step not in tried and only in (None, step)), default=None)
 
     def _restore_step(self, step: int, abstract_state: Any, subset: bool) -> tuple[Restored | None, str]:
         """One checkpoint, or the reason why it is damaged, "" if it was removed meanwhile. A collective."""

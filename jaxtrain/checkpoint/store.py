@@ -57,10 +57,10 @@ class Checkpoints(CheckpointReader):
         with self._writing():
             return self._manager.save(step, args=args, force=True)
 
-    def restore(self, abstract_state: Any, subset: bool = False) -> Restored | None:
+    def restore(self, abstract_state: Any, subset: bool = False, only: int | None = None) -> Restored | None:
         """As `CheckpointReader.restore`, after pending writes; the next save renames damaged checkpoints."""
         self.wait()
-        return super().restore(abstract_state, subset)
+        return super().restore(abstract_state, subset, only)
 
     def latest(self) -> int | None:
         """The newest step that is saved or being saved."""

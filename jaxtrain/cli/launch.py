@@ -38,6 +38,10 @@ class Launch(Verb):
     With --nodes, the address where the launchers of all nodes meet: a host name of node 0 and a free port of it."""
     process_id: int | None = None
     """Rank of this process, from 0; no other process is started then."""
+    from_: Path | None = None
+    """Run, or RUN/checkpoints/STEP, whose weights a new run starts with."""
+    from_optimizer: bool = False
+    """With --from: take over the optimizer's state too."""
     restarts: int = 10
     """Restarts after failures that may follow each other without progress; 0: a failure ends the job. Default 10."""
     grace: float = 120.0
@@ -63,7 +67,8 @@ class Launch(Verb):
         nodes = self._nodes()
         by_hand = self.process_id is not None or (self.coordinator is not None and nodes is None)
         if by_hand or (self.processes is None and under_scheduler()):
-            verb = Train(self.config, directory, self.coordinator, self.processes, self.process_id)
+            job = (self.coordinator, self.processes, self.process_id)
+            verb = Train(self.config, directory, *job, from_=self.from_, from_optimizer=self.from_optimizer)
             return run_verb(verb, overrides)
         if self.processes is None:
             raise ConfigError("launch needs --processes N, the number of processes to start on this machine")
@@ -71,6 +76,8 @@ class Launch(Verb):
             raise ConfigError(f"--restarts {self.restarts} --grace {self.grace:g}: use numbers from 0")
         config = load_config(self.config, overrides)
         command = [sys.executable, "-m", "jaxtrain", "train", self.config, "--run", str(directory)]
+        command += ["--from", str(self.from_)] if self.from_ else []
+        command += ["--from-optimizer"] if self.from_optimizer else []
         command += [f"--{override}" for override in overrides]
         return launch(
             command, self.processes, self.devices_per_process, grace=self.grace, restarts=self.restarts,

@@ -122,7 +122,8 @@ def _read(value: Any, annotation: Any) -> Any:
 
 
 def _option(key: str) -> str:
-    return "--" + key.replace("_", "-")
+    # A word of Python, such as from, is a field with an underscore after it.
+    return "--" + key.rstrip("_").replace("_", "-")
 
 
 def _metavar(kind: Any) -> str:

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 
 from jaxtrain.cli.output import print_json
 from jaxtrain.cli.verb import VERB, Config, Verb
-from jaxtrain.config import is_run, load_config
+from jaxtrain.config import ConfigError, is_run, load_config
 
 
 @dataclass(frozen=True, config=VERB)
@@ -27,6 +27,10 @@ class Train(Verb):
     """Processes of the job."""
     process_id: int | None = None
     """Rank of this process, from 0."""
+    from_: Path | None = None
+    """Run, or RUN/checkpoints/STEP, whose weights a new run starts with; its own settings, length and mesh are free."""
+    from_optimizer: bool = False
+    """With --from: take over the optimizer's state too."""
     json: bool = False
     """Print the summary as one JSON object on stdout, in process 0 alone."""
 
@@ -41,9 +45,13 @@ class Train(Verb):
         import jax
 
         from jaxtrain.train.loop import train
+        from jaxtrain.train.resume import Source
 
+        if self.from_optimizer and self.from_ is None:
+            raise ConfigError("--from-optimizer needs --from RUN, the run whose optimizer state is taken over")
         config = load_config(self.config, overrides)
-        result = train(config, self.run or default_run(self.config), quiet=self.json)
+        source = Source(self.from_, self.from_optimizer) if self.from_ else None
+        result = train(config, self.run or default_run(self.config), quiet=self.json, source=source)
         if self.json and jax.process_index() == 0:
             print_json(result)
         return 0

@@ -12,6 +12,8 @@ from jaxtrain.config.errors import (
 )
 from jaxtrain.config.load import (
     CONFIG_ROOT,
+    SCHEMA,
+    check_schema,
     diff_configs,
     dump_config,
     is_run,
@@ -43,10 +45,11 @@ from jaxtrain.config.settings import (
 )
 
 __all__ = [
-    "AXES", "CONFIG_ROOT", "AttentionConfig", "Axes", "Axis", "CheckpointConfig", "ClusterConfig", "ConfigError",
-    "CorruptionError", "DataConfig", "DivergedError", "EvalConfig", "MeshConfig", "MlaConfig", "ModelConfig",
-    "MoeConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig", "PipelineConfig", "PrecisionConfig", "Registry",
-    "RematConfig", "RopeConfig", "RulesConfig", "RunConfig", "RunError", "SourceConfig", "StoppedError",
-    "StorageError", "TokenizerConfig", "TrainConfig", "diff_configs", "dump_config", "is_run", "load_config",
-    "named_cluster", "nearest", "replace", "to_tree", "validate",
+    "AXES", "CONFIG_ROOT", "SCHEMA", "AttentionConfig", "Axes", "Axis", "CheckpointConfig", "ClusterConfig",
+    "ConfigError", "CorruptionError", "DataConfig", "DivergedError", "EvalConfig", "MeshConfig", "MlaConfig",
+    "ModelConfig", "MoeConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig", "PipelineConfig",
+    "PrecisionConfig", "Registry", "RematConfig", "RopeConfig", "RulesConfig", "RunConfig", "RunError",
+    "SourceConfig", "StoppedError", "StorageError", "TokenizerConfig", "TrainConfig", "check_schema",
+    "diff_configs", "dump_config", "is_run", "load_config", "named_cluster", "nearest", "replace", "to_tree",
+    "validate",
 ]  # fmt: skip

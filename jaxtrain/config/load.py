@@ -20,6 +20,11 @@ CONFIG_ROOT = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACK
 """Shipped configurations: in the package where it is installed, beside it in the repository."""
 RUN_FILE = "config.yaml"
 """Settings of a run, in its directory."""
+SCHEMA = 2
+"""Version of the settings and of a checkpoint's metadata, as runs record it; 1 is that of runs without a record.
+
+It grows when settings are renamed or removed, or when what they mean changes. tests/data/runs has a run of each.
+"""
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), hints: bool = True) -> RunConfig:
@@ -67,6 +72,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = (), hints: bool = True) -> di
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no sections of settings: write lines such as train: {{steps: 100}}")
+    check_schema(tree.pop("schema", 1), str(path))
     tree = migrate(tree, str(path), hints)
     merged: dict[str, Any] = {}
     for base in _bases(path, tree.pop("base", [])):
@@ -103,9 +109,18 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
     return out
 
 
-def validate(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
+def check_schema(value: Any, source: str) -> None:
+    """Raise ConfigError where a file or checkpoint is of a later schema than this version of jaxtrain knows."""
+    schema = value if isinstance(value, int) else read_number(str(value))
+    if not isinstance(schema, int) or not 1 <= schema <= SCHEMA:
+        raise ConfigError(
+            f"{source} has schema {value}, this version of jaxtrain reads 1 to {SCHEMA}: use the version that wrote it"
+        )
+
+
+def validate(tree: Mapping[str, Any], source: str = "config", hints: bool = True) -> RunConfig:
     """A RunConfig from a tree of plain values; raises one ConfigError that lists all faults."""
-    tree = migrate(tree, source)
+    tree = migrate(tree, source, hints)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -113,8 +128,8 @@ def validate(tree: Mapping[str, Any], source: str = "config") -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML of every setting; a sharding rule appears only if it was set (unset is not null)."""
-    return dump_yaml(to_tree(config))
+    """YAML of the schema and of every setting; a sharding rule appears only if it was set (unset is not null)."""
+    return dump_yaml({"schema": SCHEMA, **to_tree(config)})
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from jaxtrain.train.lease import hold
 from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.recorder import Recorder
 from jaxtrain.train.resolve import bind
+from jaxtrain.train.resume import Source, source_of, source_tokenizer, state_from, write_source
 from jaxtrain.train.run import Run
 from jaxtrain.train.run_dir import (
     check_same_run,
@@ -38,11 +39,14 @@ from jaxtrain.train.startup import startup_report
 from jaxtrain.train.summary import finish, summarize
 
 
-def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+def train(
+    config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequence[Hook] = (), source: Source | None = None
+) -> dict[str, Any]:
     """Train a run to its last step in `directory`, resuming from its newest intact checkpoint; returns the summary.
 
     `hooks` act between steps, after the held-out evaluation and before the checkpoint (train/hooks.py). SIGTERM, SIGINT
-    and SIGUSR1 save a checkpoint and end the run (train/signals.py). Raises ConfigError for any setting, corpus or
+    and SIGUSR1 save a checkpoint and end the run (train/signals.py). `source`: a run or checkpoint whose weights a new
+    run starts with. Raises ConfigError for any setting, corpus or
     checkpoint that a user can fix, before anything is written; StoppedError after a signal.
     """
     started, began, directory = time.perf_counter(), time.time(), Path(directory)
@@ -57,18 +61,24 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
         # Another process may have begun the run before this one held it.
         changes = check_same_run(directory, config)
         report_phase("data")
-        corpus = prepare(config, held_tokenizer(directory, config))
+        source = source_of(directory, source)
+        held = source_tokenizer(source, config) if source else held_tokenizer(directory, config)
+        corpus = prepare(config, held)
         # Nothing was written so far. No process may look at the directory while another fills it.
         report_phase("barrier")
         agree_on_corpus(corpus)
         feed = stack.enter_context(contextlib.closing(BatchFeed(bound, corpus)))
         hooks = (*([Evaluate(bound, corpus)] if config.eval.every else []), *hooks)
+        given = state_from(source, bound, corpus.tokenizer) if source else None
         checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
         stack.enter_context(contextlib.closing(checkpoints))
         run = Run(bound, corpus, feed, checkpoints, log, directory, signals, check_lease)
+        run.given, given = given, None
         stack.enter_context(run.recorded_end())
         if primary:
             write_run(directory, config, describe_sharding(bound), environment())
+            if source:
+                write_source(directory, source)
         for line in (*startup_report(bound, corpus), *changes, *(f"record skipped: {why}" for why in corpus.reasons)):
             log.info(line)
         run.restore()
@@ -76,7 +86,7 @@ def train(config: RunConfig, directory: Path, quiet: bool = False, hooks: Sequen
             write_tokenizer(directory, corpus.tokenizer)
         run.event(
             "start", began=began, step=run.step, resumed_from=run.resumed_from, processes=jax.process_count(),
-            mesh=bound.topology.sizes, changes=changes,
+            mesh=bound.topology.sizes, changes=changes, origin=run.origin,
         )  # fmt: skip
         if run.step >= config.train.steps and (finished := read_summary(directory)):
             log.info(f"this run has its {run.step} steps: nothing left to train (raise train.steps to continue it)")

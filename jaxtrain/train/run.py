@@ -21,6 +21,7 @@ from jaxtrain.observe.log import Log
 from jaxtrain.train.feed import BatchFeed
 from jaxtrain.train.recorder import Counters
 from jaxtrain.train.resolve import Bound
+from jaxtrain.train.resume import carry_over, config_of_meta, learning_rate_change
 from jaxtrain.train.run_dir import check_same_data, checkpoint_meta
 from jaxtrain.train.signals import Interrupted, StopSignals
 from jaxtrain.train.state import TrainState, state_bytes
@@ -48,6 +49,10 @@ class Run:
         self.resumed_from: int | None = None
         self.stopped: str | None = None
         """Why a hook asked the run to end before its last step."""
+        self.given: tuple[TrainState, dict[str, Any]] | None = None
+        """The state of a run without a checkpoint that starts from another one's weights, and the record of that."""
+        self.origin: dict[str, Any] | None = None
+        """The checkpoint whose weights the run began with, recorded in its checkpoints."""
         self.state: TrainState
         self._checkpoints, self._order = checkpoints, CheckpointOrder(bound)
 
@@ -90,12 +95,14 @@ class Run:
         begin = time.perf_counter()
         found = self._checkpoints.restore(self._order.checkpoint_layout)
         if found is None:
-            self.state = self.bound.init_state()
-            self.log.resume_at(0)
+            self._begin()
             return
-        for line in check_same_data(self.directory, self.bound.config, found.meta, self.corpus):
+        config = self.bound.config
+        old = config_of_meta(found.meta, f"checkpoint {found.step} of {self.directory}")
+        for line in check_same_data(self.directory, config, found.meta, self.corpus):
             self.log.info(line)
-        self.state = self._order.from_checkpoint(found.state)
+        self.state = carry_over(self._order.from_checkpoint(found.state), old, config)
+        self.origin = found.meta.get("origin")
         self.feed.set_state(found.data)
         self.resumed_from = found.step
         tokens = counter_int(jax.device_get(self.state["tokens"]))
@@ -104,6 +111,19 @@ class Run:
         size = state_bytes(self.bound.abstract)
         self.event("restored", step=self.step, seconds=time.perf_counter() - begin, bytes=size)
         self.log.info(f"resumed at step {self.step} of {self.bound.config.train.steps}, {tokens:,} tokens trained")
+        for line in learning_rate_change(old, config, int(self.state["steps"]), tokens):
+            self.log.info(line)
+
+    def _begin(self) -> None:
+        """The state at step 0: initialised, or with the weights of the run's source."""
+        if self.given is None:
+            self.state = self.bound.init_state()
+        else:
+            (self.state, origin), self.given = self.given, None
+            what = "weights and optimizer state" if origin["optimizer"] else "weights"
+            self.log.info(f"started with the {what} of step {origin['step']} of {origin['run']}")
+            self.origin = origin
+        self.log.resume_at(0)
 
     def save_and_stop(self, signal: str) -> None:
         """Save this step durably for a signal; raises StoppedError."""
@@ -123,7 +143,7 @@ class Run:
         counters, bound = self.counters, self.bound
         meta = checkpoint_meta(
             bound.config, bound.topology.sizes, self.corpus, counters.step, int(self.state["steps"]), counters.tokens,
-            counters.skipped,
+            counters.skipped, self.origin,
         )  # fmt: skip
         begin = time.perf_counter()
         self._checkpoints.save(self.step, self._order.to_checkpoint(self.state), self.feed.get_state(), meta)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import Axis, ConfigError, RunConfig, diff_configs, dump_config, load_config, to_tree
+from jaxtrain.config import SCHEMA, Axis, ConfigError, RunConfig, diff_configs, dump_config, load_config, to_tree
 from jaxtrain.config.paths import require_local
 from jaxtrain.data import Corpus, TextTokenizer
 from jaxtrain.data.corpus import cache_of, list_sources, tokenizer_of
@@ -21,14 +21,16 @@ from jaxtrain.train.state import state_bytes_per_device
 TOKENIZER = "tokenizer.json"
 """The run's tokenizer, in the form of data.tokenizer.path."""
 
-# Settings that a resumed run may change: where and how it computes, what it shows, its number of steps; and RoPE
-# scaling, which changes between phases with longer sequences.
-CHANGEABLE = ("mesh.", "cluster.", "rules.", "remat.", "pipeline.", "observe.", "watchdog.", "checkpoint.", "eval.",
-        "train.steps", "train.microbatch", "train.accumulation", "train.sample_", "data.cache", "data.allow_changed",
-        "data.tokenizer.path",
-        "precision.max_skipped", "attention.", "model.rope.")  # fmt: skip
-# ... and what it may also change under data.allow_changed.
-CHANGEABLE_WITH_CORPUS = ("data.sources", "data.on_bad_record")
+# Settings that stay fixed for a run's life: they change the shapes of the state, the meaning of its numbers or the
+# order of the data. Everything else may change at a resume, which prints and records it.
+FIXED = ("model.", "data.", "train.global_batch", "train.seed", "optimizer.name")
+# ... but for these: RoPE scaling changes between phases with longer sequences, weights of losses and limits of experts
+# as a run goes on, and the initialisation is over.
+FREE = ("model.rope.", "model.init_std", "model.mtp_weight", "model.moe.balance", "model.moe.z_weight",
+        "model.moe.bias_rate", "model.moe.capacity", "model.moe.buffer", "data.cache", "data.allow_changed",
+        "data.tokenizer.path")  # fmt: skip
+# ... and for these under data.allow_changed.
+FREE_WITH_CORPUS = ("data.sources", "data.on_bad_record")
 # What may be in a run directory before the run: its lease, and files of a supervisor.
 BEFORE_A_RUN = (LEASE, EVENTS, "supervisor", "status", "logs")
 
@@ -42,10 +44,21 @@ def write_run(directory: Path, config: RunConfig, sharding: dict[str, Any], envi
 
 
 def checkpoint_meta(
-    config: RunConfig, sizes: dict[Axis, int], corpus: Corpus, step: int, updates: int, tokens: int, skipped: int
+    config: RunConfig,
+    sizes: dict[Axis, int],
+    corpus: Corpus,
+    step: int,
+    updates: int,
+    tokens: int,
+    skipped: int,
+    origin: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The record beside a checkpoint's state: the run's position, and what must be the same when it resumes."""
+    """The record beside a checkpoint's state: the run's position, and what must be the same when it resumes.
+
+    origin: the checkpoint whose weights the run began with.
+    """
     return {
+        "schema": SCHEMA,
         "step": step,
         "updates": updates,
         "tokens": tokens,
@@ -57,6 +70,7 @@ def checkpoint_meta(
         "mesh": sizes,
         "config": to_tree(config),
         "environment": environment(),
+        **({"origin": origin} if origin else {}),
     }
 
 
@@ -76,14 +90,18 @@ def check_same_run(directory: Path, config: RunConfig) -> list[str]:
     try:
         old = to_tree(load_config(path, hints=False))
     except ConfigError as error:
-        raise ConfigError(f"{error}\n{path} cannot be read: restore it, or start another --run") from None
+        raise ConfigError(
+            f"{error}\n{path} cannot be read by this version of jaxtrain: use the version that wrote it, or restore or "
+            "correct the file"
+        ) from None
     rows = diff_configs(old, to_tree(config))
-    free = CHANGEABLE + (CHANGEABLE_WITH_CORPUS if config.data.allow_changed else ())
-    fixed = [row for row in rows if not row[0].startswith(free)]
+    free = FREE + (FREE_WITH_CORPUS if config.data.allow_changed else ())
+    fixed = [row for row in rows if row[0].startswith(FIXED) and not row[0].startswith(free)]
     if fixed:
         table = "\n".join(f"  {key}: {a!r} there, {b!r} now" for key, a, b in fixed)
         raise ConfigError(
-            f"{directory} holds a run of another configuration:\n{table}\nname another --run directory, or change back"
+            f"{directory} holds a run of another configuration:\n{table}\nchange back, or start a new run with "
+            f"another --run directory; --from {directory} begins it with these weights (same model)"
         )
     return [f"{key} changed from {a!r} to {b!r} since the last start" for key, a, b in rows]
 
@@ -94,11 +112,11 @@ def held_tokenizer(directory: Path, config: RunConfig) -> TextTokenizer | None:
     Raises ConfigError where data.tokenizer.path now names another tokenizer.
     """
     path = directory / TOKENIZER
-    if not path.is_file() or not any(each.name.isdecimal() for each in (directory / "checkpoints").glob("*")):
+    if not path.is_file() or not has_checkpoints(directory):
         return None
     held, named = load_tokenizer(path), config.data.tokenizer.path
     if named is not None and Path(named).expanduser().is_file():
-        now = load_tokenizer(Path(named).expanduser())
+        now = tokenizer_of_path(named)
         if now.fingerprint != held.fingerprint:
             raise ConfigError(
                 f"the tokenizer changed since this run began ({held.fingerprint[:12]} -> {now.fingerprint[:12]}): "
@@ -106,6 +124,16 @@ def held_tokenizer(directory: Path, config: RunConfig) -> TextTokenizer | None:
                 "holds, or start another --run"
             )
     return held
+
+
+def has_checkpoints(directory: Path) -> bool:
+    """Whether a run directory holds a committed checkpoint."""
+    return any(each.name.isdecimal() for each in (directory / "checkpoints").glob("*"))
+
+
+def tokenizer_of_path(path: str) -> TextTokenizer:
+    """The tokenizer of data.tokenizer.path; raises ConfigError where it cannot be read."""
+    return load_tokenizer(Path(path).expanduser())
 
 
 def write_tokenizer(directory: Path, tokenizer: TextTokenizer) -> None:
@@ -140,7 +168,7 @@ def tokenizer_of_run(directory: Path, config: RunConfig, expected: str) -> TextT
 def _configured_tokenizer(config: RunConfig) -> TextTokenizer:
     cache = cache_of(config.data)
     if config.data.tokenizer.path is not None:
-        return load_tokenizer(Path(config.data.tokenizer.path).expanduser())
+        return tokenizer_of_path(config.data.tokenizer.path)
     return tokenizer_of(config, list_sources(config.data, cache), cache)
 
 
