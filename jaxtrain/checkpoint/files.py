@@ -10,6 +10,7 @@ import errno
 import hashlib
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Callable
@@ -65,6 +66,25 @@ def with_hash(record: CheckpointRecord) -> CheckpointRecord:
     return {**contents, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
+def write_synced(path: Path, record: CheckpointRecord) -> None:
+    """Write a record and its folder, on disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(record, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_files(folder: Path, deep: bool = True) -> None:
+    """Put a folder's entries on disk, with all files and folders below it where `deep`."""
+    for path in [*(folder.rglob("*") if deep else ()), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
 def read_patiently[T](read: Callable[[], T], what: str) -> T:
     """The result of `read`; what the file system refuses is tried again with growing delays, each one logged.
 
@@ -89,18 +109,25 @@ def read_patiently[T](read: Callable[[], T], what: str) -> T:
 
 def was_refused(error: BaseException) -> bool:
     """Whether an error of reading says nothing about the content: I/O errors, permissions, timeouts, memory."""
+    causes = _causes(error)
+    if any(isinstance(cause, DamagedError) for cause in causes):
+        return False
+    if (number := system_error(error)) is not None:
+        return number not in ABSENT
+    return any(
+        isinstance(cause, MemoryError) or any(status in _first_line(cause) for status in REFUSED) for cause in causes
+    )
+
+
+def system_error(error: BaseException) -> int | None:
+    """The number of the system's error (errno) behind an exception, None if there is none."""
     for cause in _causes(error):
-        if isinstance(cause, DamagedError):
-            return False
-        if isinstance(cause, MemoryError | UnreadableError):
-            return True
         if isinstance(cause, OSError) and cause.errno is not None:
-            return cause.errno not in ABSENT
+            return cause.errno
+        # The array library quotes the system's error.
         if code := re.search(r"os_error_code='(\d+)'", str(cause)):
-            return int(code.group(1)) not in ABSENT
-        if any(status in _first_line(cause) for status in REFUSED):
-            return True
-    return False
+            return int(code.group(1))
+    return None
 
 
 def describe_error(error: BaseException) -> str:

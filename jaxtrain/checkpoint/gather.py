@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from absl import flags
-
 from jaxtrain.launch.coordination import combine, exchange, process_name
 
 
@@ -25,16 +23,6 @@ def shared_reason(name: str, reason: str, timeout: float = 300.0) -> str:
     """
     reasons = exchange(name, reason, timeout)
     return reason or next((f"{text} (on {process_name(i)})" for i, text in enumerate(reasons) if text), "")
-
-
-def orbax_without_collectives() -> None:
-    """Let Orbax synchronise processes by the coordination service.
-
-    By default it runs nine device collectives a save, which could meet those of a step.
-    """
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
-    flags.FLAGS["experimental_orbax_use_distributed_barrier"].value = True
 
 
 def merge_nested(left: dict[str, Any], right: dict[str, Any], path: str = "") -> dict[str, Any]:

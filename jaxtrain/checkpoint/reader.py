@@ -88,6 +88,10 @@ class CheckpointReader:
             "restore the directory from a copy, or move it away to start from the beginning"
         )
 
+    def latest(self) -> int | None:
+        """The newest step."""
+        return max(self.steps(), default=None)
+
     def read_meta(self, step: int) -> dict[str, Any]:
         """The metadata of a checkpoint; raises ConfigError if its record is damaged, StorageError if unreadable."""
         where = f"checkpoint {step} of {self.directory}"
@@ -134,7 +138,7 @@ class CheckpointReader:
             state = jax.tree.unflatten(jax.tree.structure(abstract_state), list(leaves.values()))
             altered = [path for path, value in digest(state).items() if record["digests"][path] != value]
             if not altered:
-                size = sum(_bytes_of(leaf) for leaf in expected.values())
+                size = sum(bytes_of(leaf) for leaf in expected.values())
                 return Restored(step, state, record["data"], record["meta"], bytes=size), ""
             if attempt == 1:
                 logger.warning("%s: altered bytes in %s, reading again", where, list_some(altered))
@@ -167,27 +171,28 @@ def describe_leaf(leaf: Any) -> str:
     return f"{leaf.dtype}{list(leaf.shape)}"
 
 
+def bytes_of(leaf: Any) -> int:
+    """Bytes of a leaf's elements over all devices, replicas counted once."""
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
 def list_some(items: list[str], separator: str = ", ") -> str:
     """The first eight items and the number of the others."""
     return separator.join(items[:8]) + (f"{separator}and {len(items) - 8} more" if len(items) > 8 else "")
 
 
 def _parts(wanted: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    limit = max((_bytes_of(leaf) for leaf in wanted.values()), default=0)
+    limit = max((bytes_of(leaf) for leaf in wanted.values()), default=0)
     part: dict[str, Any] = {}
     size = 0
     for path, leaf in wanted.items():
-        if part and size + _bytes_of(leaf) > limit:
+        if part and size + bytes_of(leaf) > limit:
             yield part
             part, size = {}, 0
         part[path] = leaf
-        size += _bytes_of(leaf)
+        size += bytes_of(leaf)
     if part:
         yield part
-
-
-def _bytes_of(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
 
 
 def _check_leaves(where: str, stored: dict[str, str], expected: dict[str, Any], subset: bool) -> None:

@@ -244,10 +244,16 @@ class OptimizerConfig(Section):
 class CheckpointConfig(Section):
     """Saving and restoring."""
 
-    every: PositiveInt = 50
-    """Steps between checkpoints; the last step is always saved."""
+    every: PositiveInt | None = 50
+    """Steps between checkpoints; the last step is always saved; null for none by steps."""
+    every_minutes: PositiveFloat | None = None
+    """Minutes between checkpoints by the clock of process 0, beside checkpoint.every; null for none by time."""
     keep: PositiveInt = 2
-    """Number of newest checkpoints that are kept."""
+    """Number of newest checkpoints that are kept. One of a skipped step does not count and displaces no other."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints of steps that are multiples of this are kept for ever; null for none."""
+    keep_best: PositiveInt | None = None
+    """Number of checkpoints with the lowest held-out loss that are kept as well; null for none."""
     asynchronous: bool = True
     """Write checkpoints in the background while training continues."""
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,19 @@ def environment(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "devices": dict(Counter(device.device_kind for device in jax.devices())),
         "processes": jax.process_count(),
         "xla_flags": os.environ.get("XLA_FLAGS"),
-        "git": git_state(Path(__file__).resolve()),
+        "git": _own_git_state(),
     }
 
 
 def package_versions() -> dict[str, str | None]:
     """Installed version of each of PACKAGES, None for an absent one."""
     return {name: _version(name) for name in PACKAGES}
+
+
+@cache
+def _own_git_state() -> dict[str, Any] | None:
+    """That of this package, asked once: every checkpoint records it."""
+    return git_state(Path(__file__).resolve())
 
 
 def git_state(file: Path) -> dict[str, Any] | None:

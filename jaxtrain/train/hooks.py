@@ -50,4 +50,5 @@ class Evaluate:
         loss, scored = mean_loss(self._evaluate, run.state["params"], self._batches)
         run.event("evaluation", step=run.step, seconds=time.perf_counter() - begin)
         run.log.info(f"held-out loss after step {run.step}: {loss:.4f} over {scored:,} tokens")
+        run.counters.eval_loss = run.step, loss
         return {"eval_loss": loss}

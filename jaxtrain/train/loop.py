@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxtrain.data import prepare
 from jaxtrain.launch.agreement import agree_on_directory
 from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.observe.environment import environment
+from jaxtrain.observe.events import record_event
 from jaxtrain.observe.log import Log
 from jaxtrain.train.agreement import agree_on_corpus, agree_on_start
 from jaxtrain.train.feed import BatchFeed
@@ -70,7 +72,9 @@ def train(
         feed = stack.enter_context(contextlib.closing(BatchFeed(bound, corpus)))
         hooks = (*([Evaluate(bound, corpus)] if config.eval.every else []), *hooks)
         given = state_from(source, bound, corpus.tokenizer) if source else None
-        checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint)
+        checkpoints = Checkpoints(
+            directory / "checkpoints", config.checkpoint, partial(record_event, directory, "checkpoint")
+        )
         stack.enter_context(contextlib.closing(checkpoints))
         run = Run(bound, corpus, feed, checkpoints, log, directory, signals, check_lease)
         run.given, given = given, None
@@ -124,7 +128,7 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
             due = [hook for hook in hooks if hook.due(run)]
             if due:
                 recorder.flush(lambda due=due: call_hooks(run, due))  # type: ignore[misc]
-            if run.last or run.step % config.checkpoint.every == 0:
+            if run.checkpoint_due() or run.last:
                 recorder.flush()
                 run.save()
             if not run.last and (signal := run.signals.stop_at(run.step)):

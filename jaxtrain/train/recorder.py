@@ -19,11 +19,14 @@ from jaxtrain.train.resolve import Bound
 
 @dataclass
 class Counters:
-    """Where a run stands: steps done, scored tokens of applied steps, skipped steps."""
+    """Where a run stands: steps done, scored tokens of applied steps, skipped steps, whether the last was applied."""
 
     step: int = 0
     tokens: int = 0
     skipped: int = 0
+    good: bool = True
+    eval_loss: tuple[int, float] | None = None
+    """Step and value of the last held-out loss."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Recorder:
         counters, step = self._counters, pending.step
         counters.tokens += values["scored_tokens"] if applied else 0
         counters.skipped += not applied
+        counters.good = applied
         traffic_PP = values.pop("expert_traffic", None)
         row = {"step": step, **values, "tokens_total": counters.tokens, "skipped_total": counters.skipped}
         row["records_skipped"] = self._corpus.skipped

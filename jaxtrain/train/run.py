@@ -24,7 +24,7 @@ from jaxtrain.train.resolve import Bound
 from jaxtrain.train.resume import carry_over, config_of_meta, learning_rate_change
 from jaxtrain.train.run_dir import check_same_data, checkpoint_meta
 from jaxtrain.train.signals import Interrupted, StopSignals
-from jaxtrain.train.state import TrainState, state_bytes
+from jaxtrain.train.state import TrainState
 
 
 class Run:
@@ -108,8 +108,7 @@ class Run:
         tokens = counter_int(jax.device_get(self.state["tokens"]))
         self.counters = Counters(found.step, tokens, found.meta["skipped"])
         self.log.resume_at(self.step)
-        size = state_bytes(self.bound.abstract)
-        self.event("restored", step=self.step, seconds=time.perf_counter() - begin, bytes=size)
+        self.event("restored", step=self.step, seconds=time.perf_counter() - begin, bytes=found.bytes)
         self.log.info(f"resumed at step {self.step} of {self.bound.config.train.steps}, {tokens:,} tokens trained")
         for line in learning_rate_change(old, config, int(self.state["steps"]), tokens):
             self.log.info(line)
@@ -145,10 +144,15 @@ class Run:
             bound.config, bound.topology.sizes, self.corpus, counters.step, int(self.state["steps"]), counters.tokens,
             counters.skipped, self.origin,
         )  # fmt: skip
-        begin = time.perf_counter()
+        # What the retention of checkpoints reads (checkpoint/retention.py).
+        meta["good"] = counters.good
+        if counters.eval_loss is not None and counters.eval_loss[0] == self.step:
+            meta["eval_loss"] = counters.eval_loss[1]
         self._checkpoints.save(self.step, self._order.to_checkpoint(self.state), self.feed.get_state(), meta)
-        blocked_s = time.perf_counter() - begin
-        self.event("checkpoint", step=self.step, blocked_s=blocked_s, bytes=state_bytes(bound.abstract))
+
+    def checkpoint_due(self) -> bool:
+        """Whether a checkpoint is due after this step; all processes must ask at every step."""
+        return self._checkpoints.due(self.step)
 
     def wait_for_checkpoints(self) -> int | None:
         """Wait until every checkpoint is written; the newest step that has one."""

@@ -9,7 +9,6 @@ tokens     scored tokens trained so far, an exact two-word counter
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -84,11 +83,6 @@ def state_from_params(
 
     del shardings["params"]
     return {"params": params, **jax.jit(rest, out_shardings=shardings)(params)}
-
-
-def state_bytes(abstract: TrainState) -> int:
-    """Bytes of the whole state, each element counted once over all devices."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
 
 
 def state_bytes_per_device(abstract: TrainState) -> dict[str, int]:

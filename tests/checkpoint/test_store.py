@@ -1,5 +1,6 @@
 """Checkpoints on real files: other meshes, damage, kill -9, donation, several processes."""
 
+import contextlib
 import functools
 import json
 import logging
@@ -9,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -20,7 +23,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import CheckpointReader, Checkpoints, digest, gather_json
+from jaxtrain.checkpoint import CheckpointReader, Checkpoints, digest, files, gather_json
 from jaxtrain.checkpoint.gather import merge_nested
 from jaxtrain.config import CheckpointConfig, ConfigError, StorageError
 
@@ -173,7 +176,7 @@ def test_round_trip_on_another_mesh(tmp_path, asynchronous):
     with_mesh = [((2, 4), P("tensor", "data")), ((1, 1), P()), ((8, 1), P(None, "data"))]
     first = store(tmp_path, asynchronous=asynchronous)
     assert first.latest() is None and first.restore(abstract(state)) is None
-    assert first.save(7, state, DATA, META)
+    first.save(7, state, DATA, META)
     first.close()
     for sizes, spec in with_mesh:
         target = abstract(state_of(0, mesh_of(*sizes), spec))
@@ -221,18 +224,46 @@ def test_state_may_be_donated_right_after_save(tmp_path):
     assert_equal_trees(restored, state_of(3, width=40_000))
 
 
-def test_saving_a_step_twice_keeps_the_first(two):
+def test_saving_a_restored_step_again_keeps_it(two):
     checkpoints = store(two)
     assert checkpoints.latest() == 2
-    assert not checkpoints.save(2, state_of(9), {}, {})
+    checkpoints.restore(abstract(state_of(0)))
+    checkpoints.save(2, state_of(9), {}, {})
     step, state, _, meta = checkpoints.restore(abstract(state_of(0)))[:4]
     assert (step, meta["step"]) == (2, 2)
     assert_equal_trees(state, state_of(2))
     checkpoints.close()
 
 
+def test_a_step_of_another_history_is_replaced_or_discarded(two, caplog):
+    checkpoints = store(two)
+    checkpoints.save(1, state_of(11), DATA, {})
+    checkpoints.wait()
+    assert "checkpoint 1 of" in caplog.text and "replaced" in caplog.text
+    checkpoints.discard_after(1)
+    assert checkpoints.latest() == 1
+    assert_equal_trees(checkpoints.restore(abstract(state_of(0))).state, state_of(11))
+    checkpoints.close()
+
+
+def test_each_save_reports_its_times_and_bytes(tmp_path):
+    reports = []
+    config = CheckpointConfig(keep=1, keep_every=2, keep_best=1)
+    checkpoints = Checkpoints(tmp_path, config, lambda **values: reports.append(values))
+    for step in (1, 2, 3, 4, 5):
+        checkpoints.save(step, state_of(step), DATA, {"eval_loss": 2.0 if step == 3 else 3.0, "good": step != 5})
+    checkpoints.close()
+    assert [report["step"] for report in reports] == [1, 2, 3, 4, 5]
+    arrays = sum(leaf.nbytes for leaf in raw(state_of(0)))
+    assert all(report["bytes"] == arrays for report in reports)
+    assert all(0 < report["blocked_s"] < 5 and 0 < report["write_s"] < 5 for report in reports)
+    # 2 and 4 for ever, 3 is the best, 4 the newest good one, 5 the newest.
+    assert CheckpointReader(tmp_path).steps() == [2, 3, 4, 5]
+
+
 def test_only_the_newest_checkpoints_remain_and_incomplete_ones_are_deleted(tmp_path):
-    (tmp_path / "9.orbax-checkpoint-tmp-1").mkdir()
+    for name in ("9.orbax-checkpoint-tmp-1", "8.tmp", "7.removed"):
+        (tmp_path / name / "state").mkdir(parents=True)
     checkpoints = store(tmp_path, keep=2)
     for step in (10, 20, 30):
         checkpoints.save(step, state_of(step), DATA, {"step": step})
@@ -253,7 +284,7 @@ def falls_back(directory, caplog, *words):
     assert_equal_trees(state, state_of(1))
     messages = [r.getMessage() for r in caplog.records if r.name.startswith("jaxtrain")]
     assert any("checkpoint 2 of" in line and all(word in line for word in words) for line in messages), messages
-    assert checkpoints.save(2, state_of(22), DATA, META)
+    checkpoints.save(2, state_of(22), DATA, META)
     checkpoints.close()
     again = store(directory)
     step, state = again.restore(abstract(state_of(0)))[:2]
@@ -339,20 +370,137 @@ def test_a_full_disk_is_a_clear_error_and_later_saves_go_on(two):
     digest(large)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, soft_hard[1]))
     try:
-        with pytest.raises(StorageError, match=f"{two} cannot be written .*too large"):
+        with pytest.raises(StorageError, match=f"{two} cannot be written .*[Tt]oo large"):
             checkpoints.save(3, large, DATA, META)
             checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, soft_hard)
     assert checkpoints.latest() == 2
-    assert checkpoints.save(3, large, DATA, META)
+    checkpoints.save(3, large, DATA, META)
     checkpoints.close()
     again = store(two)
     assert again.restore(abstract(large)).step == 3
     again.close()
 
 
+# errors that say nothing about the content
+
+
+@contextmanager
+def later(seconds, undo):
+    """Undo a fault after some time, while the body runs."""
+    timer = threading.Timer(seconds, undo)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def test_an_input_output_error_of_a_moment_is_read_again(two, caplog):
+    """/proc/self/mem at offset 0 gives EIO."""
+    record, away = two / "2" / "record" / "metadata", two / "away"
+    record.rename(away)
+    record.symlink_to("/proc/self/mem")
+    with later(0.3, lambda: away.rename(record)):
+        assert CheckpointReader(two).restore(abstract(state_of(0))).step == 2
+    assert "Input/output error" in caplog.text and "trying again" in caplog.text
+
+
+def test_arrays_that_cannot_be_opened_for_a_moment_are_read_again(two, caplog):
+    """No file can be opened beyond the limit of this process."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = max(int(name) for name in os.listdir("/proc/self/fd")) + 1
+    reader = CheckpointReader(two)
+    reader.restore(abstract(state_of(0)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    fillers = []
+    with contextlib.suppress(OSError):
+        while True:
+            fillers.append(os.dup(0))
+    try:
+        with later(0.3, lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)):
+            assert reader.restore(abstract(state_of(0))).step == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for filler in fillers:
+            os.close(filler)
+    assert "Too many open files" in caplog.text and "damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("place", ["2", "2/record/metadata", "."])
+def test_a_lost_permission_condemns_nothing(two, monkeypatch, place):
+    monkeypatch.setattr(files, "READ_DELAYS", (0.01, 0.01))
+    checkpoints = store(two)
+    (two / place).chmod(0)
+    with unprivileged(two), pytest.raises(StorageError, match=r"cannot be read .*Permission denied.* may be intact"):
+        checkpoints.restore(abstract(state_of(0)))
+    (two / place).chmod(0o755)
+    assert checkpoints.restore(abstract(state_of(0))).step == 2
+    checkpoints.save(3, state_of(3), DATA, META)
+    checkpoints.close()
+    assert sorted(p.name for p in two.iterdir()) == ["1", "2", "3"]
+
+
+def test_a_lost_permission_to_write_is_a_storage_error(two):
+    checkpoints = store(two)
+    checkpoints.restore(abstract(state_of(0)))
+    two.chmod(0o555)
+    with unprivileged(two), pytest.raises(StorageError, match=f"{two} cannot be written .*Permission denied") as error:
+        checkpoints.save(3, state_of(3), DATA, META)
+    assert error.value.status == 74
+    two.chmod(0o755)
+    checkpoints.save(3, state_of(3), DATA, META)
+    checkpoints.close()
+    assert CheckpointReader(two).latest() == 3
+
+
+@contextmanager
+def unprivileged(directory):
+    """Permissions count for root, too: as user `nobody`, who may enter the folders above `directory`."""
+    if os.geteuid() != 0:
+        yield
+        return
+    modes = {parent: parent.stat().st_mode for parent in directory.parents if parent.stat().st_uid == 0}
+    for parent, mode in modes.items():
+        parent.chmod(mode | 0o055)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        for parent, mode in modes.items():
+            parent.chmod(mode)
+
+
 # processes
+
+
+SAVES = """
+import sys
+from pathlib import Path
+from test_store import *
+checkpoints = store(Path(sys.argv[1]), keep=1)
+for step in range(1, 25):
+    checkpoints.save(step, state_of(step), DATA, {"step": step})
+checkpoints.close()
+print("saved", flush=True)
+"""
+
+
+def test_a_reader_while_another_process_saves_harms_nobody(tmp_path):
+    """Every save removes the checkpoint before it."""
+    process = python(SAVES, tmp_path)
+    reader, read = CheckpointReader(tmp_path), []
+    while process.poll() is None:
+        restored = reader.restore(abstract(state_of(0)))
+        if restored is not None:
+            read.append(restored.step)
+            assert restored.meta == {"step": restored.step}
+            assert_equal_trees(restored.state, state_of(restored.step))
+    assert process.wait() == 0 and process.stdout.read() == "saved\n"
+    assert len(set(read)) > 2 and read == sorted(read)
+    assert [p.name for p in tmp_path.iterdir()] == ["24"]
 
 
 def python(source, *arguments, **environment):
@@ -414,7 +562,7 @@ if me == 0:
 from jaxtrain.launch.coordination import wait_for_all
 wait_for_all("flipped")
 step, restored, read = checkpoints.restore(abstract(state))[:3]
-assert checkpoints.save(5, restored, data, META)
+checkpoints.save(5, restored, data, META)
 checkpoints.close()
 print(json.dumps({"step": step, "data": read, "digest": digest(restored), "clash": clash}), flush=True)
 """
