@@ -19,6 +19,7 @@ FINAL = {
     ConfigError.status: "the same command would be refused again",
     DivergedError.status: "the run diverged, and the same command would diverge again",
     StoppedError.status: "the run was asked to stop; the same command resumes it",
+    130: "the run was interrupted",
 }
 """Exit statuses after which a restart is useless."""
 

@@ -107,7 +107,7 @@ def test_three_identical_failures_without_progress_end_the_job(trainer: Any, cap
     assert "not started again: the same failure 3 times" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("status", [2, 3, 75])
+@pytest.mark.parametrize("status", [2, 3, 75, 130])
 def test_statuses_after_which_a_restart_is_useless(trainer: Any, status: int) -> None:
     events = Events()
     assert launch(trainer(f"sys.exit({status})"), 2, restarts=9, record=events) == status
@@ -298,3 +298,11 @@ def test_a_signal_during_the_back_off_ends_the_job(trainer: Any) -> None:
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 75 and "stopped by a signal" in output
+
+
+def test_the_page_has_the_limits() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| `(\w+)`.*\| ([\d,]+) \| ([\d,]+) \|$", page, re.M)
+    assert {phase: (floor, first) for phase, floor, first in found} == {
+        phase: (f"{FLOOR_S[phase]:,.0f}", f"{FIRST_S[phase]:,.0f}") for phase in PHASES
+    }

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from jaxtrain.config import ConfigError, ObserveConfig
+from jaxtrain.observe.events import read_events
 from jaxtrain.observe.files import read_metrics, to_json
 from jaxtrain.observe.log import Log
 
@@ -45,7 +46,9 @@ def test_a_resumed_file_equals_an_unbroken_one(tmp_path, checkpoint, torn):
     names = ("whole/metrics.jsonl", "broken/metrics.jsonl")
     whole, broken = ((tmp_path / name).read_bytes() for name in names)
     assert whole == broken
-    assert [p.name for p in (tmp_path / "broken").iterdir()] == ["metrics.jsonl"]
+    assert {p.name for p in (tmp_path / "broken").iterdir()} - {"events.jsonl"} == {"metrics.jsonl"}
+    lost = [event["steps"] for event in read_events(tmp_path / "broken")]
+    assert lost == ([9 - checkpoint] if checkpoint < 9 else [])
 
 
 def test_the_first_step_resumes_by_itself(tmp_path):
