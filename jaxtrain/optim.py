@@ -122,6 +122,14 @@ def global_norm(tree: Any) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
 
 
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every element of a tree of global arrays is finite, a bool scalar."""
+    floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    # Counts, not a conjunction: sums of all leaves travel in one all-reduce.
+    counts = [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in floats]
+    return jnp.sum(jnp.stack(counts)) == 0
+
+
 def clip_scale(norm: jax.Array, limit: float | None) -> jax.Array:
     """Factor that scales a gradient of this norm to at most `limit`: exactly 1 within the limit or without one."""
     return jnp.ones_like(norm) if limit is None else jnp.where(norm > limit, limit / norm, 1.0)

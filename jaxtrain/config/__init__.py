@@ -33,6 +33,7 @@ from jaxtrain.config.settings import (
     CheckpointConfig,
     ClusterConfig,
     EvalConfig,
+    GuardConfig,
     MeshConfig,
     ObserveConfig,
     OptimizerConfig,
@@ -46,8 +47,8 @@ from jaxtrain.config.settings import (
 
 __all__ = [
     "AXES", "CONFIG_ROOT", "SCHEMA", "AttentionConfig", "Axes", "Axis", "CheckpointConfig", "ClusterConfig",
-    "ConfigError", "CorruptionError", "DataConfig", "DivergedError", "EvalConfig", "MeshConfig", "MlaConfig",
-    "ModelConfig", "MoeConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig", "PipelineConfig",
+    "ConfigError", "CorruptionError", "DataConfig", "DivergedError", "EvalConfig", "GuardConfig", "MeshConfig",
+    "MlaConfig", "ModelConfig", "MoeConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig", "PipelineConfig",
     "PrecisionConfig", "Registry", "RematConfig", "RopeConfig", "RulesConfig", "RunConfig", "RunError",
     "SourceConfig", "StoppedError", "StorageError", "TokenizerConfig", "TrainConfig", "check_schema",
     "diff_configs", "dump_config", "is_run", "load_config", "named_cluster", "nearest", "replace", "to_tree",

@@ -192,6 +192,25 @@ class PrecisionConfig(Section):
         return self
 
 
+class GuardConfig(Section):
+    """What protects a run from spikes and from devices that compute wrong bits."""
+
+    spike: float | None = Field(None, gt=0)
+    """A step is a spike if its loss or gradient norm exceeds median + spike x deviation of the last `window` applied
+    steps; the deviation is the median absolute deviation, at least 1 % of the median. A spike is not applied. null: no
+    step is one."""
+    window: int = Field(128, ge=8)
+    """Applied steps that a step is compared with; before there are as many, no step is a spike."""
+    action: Literal["skip", "rollback"] = "skip"
+    """After a spike: go on with the next batch; or restore the newest good checkpoint first, so that the steps since
+    then are lost and their batches skipped. rollback reads each step's metrics before the next step begins."""
+    max_rollbacks: PositiveInt = 3
+    """Rollbacks of a run after which the next one ends it with an error."""
+    replay_every: PositiveInt | None = None
+    """Steps between replays: a step is computed twice and its results compared on all devices before it is saved, which
+    costs memory for a second state; null for none."""
+
+
 class RematConfig(Section):
     """Rematerialisation: activations that the backward pass recomputes."""
 
@@ -305,6 +324,7 @@ class RunConfig(Section):
     attention: AttentionConfig = AttentionConfig()
     pipeline: PipelineConfig = PipelineConfig()
     precision: PrecisionConfig = PrecisionConfig()
+    guard: GuardConfig = GuardConfig()
     remat: RematConfig = RematConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -128,6 +128,12 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
             due = [hook for hook in hooks if hook.due(run)]
             if due:
                 recorder.flush(lambda due=due: call_hooks(run, due))  # type: ignore[misc]
+            if config.guard.action == "rollback":
+                # A rollback must not depend on how far the record lags.
+                recorder.flush()
+                if counters.spike is not None:
+                    run.roll_back(counters.spike)
+                    recorder.restart_clock()
             if run.checkpoint_due() or run.last:
                 recorder.flush()
                 run.save()

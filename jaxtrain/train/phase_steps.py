@@ -11,6 +11,7 @@ from jaxtrain.data import phase_at
 from jaxtrain.launch.coordination import wait_for_all
 from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.observe.meter import Meter
+from jaxtrain.train.guard import abstract_history
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import Batch, compile_step
@@ -38,7 +39,8 @@ class PhaseSteps:
         """Compile the phase that begins after `done` steps; every process waits for the slowest compiler."""
         begin, bound = time.perf_counter(), self._bound
         self.phase, self.compiled_at = phase_at(bound.phases, done), done
-        self._train_step = compile_step(bound.step, bound.abstract, bound.phase_batch(self.phase))
+        state = bound.abstract | abstract_history(bound.config.guard, bound.mesh)
+        self._train_step = compile_step(bound.step, state, bound.phase_batch(self.phase))
         self.compile_s += time.perf_counter() - begin
         self.meters[self.phase] = Meter(
             bound.config.model,

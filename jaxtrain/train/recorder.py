@@ -9,22 +9,26 @@ from typing import Any
 
 import jax
 
-from jaxtrain.config import ConfigError
 from jaxtrain.data import Corpus
 from jaxtrain.observe.log import Log, MetricsRow
 from jaxtrain.train.experts import traffic_metrics
 from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.resolve import Bound
+from jaxtrain.train.skipped import diverged, why_skipped
 
 
 @dataclass
 class Counters:
-    """Where a run stands: steps done, scored tokens of applied steps, skipped steps, whether the last was applied."""
+    """Where a run stands: steps done, scored tokens of applied steps, skipped steps; what its newest step was."""
 
     step: int = 0
     tokens: int = 0
     skipped: int = 0
-    good: bool = True
+    rollbacks: int = 0
+    in_a_row: int = 0
+    """Skipped steps since the last one that was applied."""
+    spike: str | None = None
+    """Why the newest recorded step is a spike."""
     eval_loss: tuple[int, float] | None = None
     """Step and value of the last held-out loss."""
 
@@ -74,7 +78,7 @@ class Recorder:
     def flush(self, evaluate: Callable[[], Mapping[str, Any]] | None = None) -> None:
         """Wait for the pending step and record it; what `evaluate` returns joins its row.
 
-        Raises ConfigError after precision.max_skipped skipped steps in a row.
+        Raises DivergedError after precision.max_skipped skipped steps in a row.
         """
         if self._pending is None:
             return
@@ -82,20 +86,22 @@ class Recorder:
         values = {name: value.tolist() for name, value in jax.device_get(pending.metrics).items()}
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
-        applied, in_a_row = bool(values.pop("applied")), int(values.pop("skipped_in_a_row"))
+        applied, spike = bool(values.pop("applied")), bool(values.pop("spike", False))
+        self._counters.in_a_row = int(values.pop("skipped_in_a_row"))
         row = self._row(pending, values, applied, seconds)
         if evaluate is not None:
             row |= evaluate()
             self.restart_clock()
         self._log.record(row)
         self._advance(row)
-        self._report_skipped(pending.step, values, applied, in_a_row)
+        self._counters.spike = why_skipped(values, spike) if spike else None
+        if not applied:
+            self._report_skipped(pending.step, values, why_skipped(values, spike), spike)
 
     def _row(self, pending: _Pending, values: dict[str, Any], applied: bool, seconds: float) -> MetricsRow:
         counters, step = self._counters, pending.step
         counters.tokens += values["scored_tokens"] if applied else 0
         counters.skipped += not applied
-        counters.good = applied
         traffic_PP = values.pop("expert_traffic", None)
         row = {"step": step, **values, "tokens_total": counters.tokens, "skipped_total": counters.skipped}
         row["records_skipped"] = self._corpus.skipped
@@ -115,14 +121,13 @@ class Recorder:
             )
         return traffic_metrics(traffic_PP, self._bound.expert_token_bytes, self._bound.expert_crossings)
 
-    def _report_skipped(self, step: int, values: Mapping[str, Any], applied: bool, in_a_row: int) -> None:
-        if not applied:
-            why = "no token was scored" if values["scored_tokens"] == 0 else "a gradient was not finite"
-            self._event("skipped", step=step, why=why)
-            self._log.info(f"step {step} skipped: {why} (loss scale {values['loss_scale']:g}, {in_a_row} in a row)")
-        limit = self._bound.config.precision.max_skipped
-        if in_a_row >= limit:
-            raise ConfigError(
-                f"{in_a_row} steps in a row had non-finite gradients (precision.max_skipped {limit}): lower "
-                "optimizer.learning_rate or use precision.compute bfloat16"
-            )
+    def _report_skipped(self, step: int, values: Mapping[str, Any], why: str, spike: bool) -> None:
+        """Report a skipped step; raises DivergedError where it is one too many, or the last of a diverged run."""
+        config, in_a_row, scale = self._bound.config, self._counters.in_a_row, values["loss_scale"]
+        self._event("spike" if spike else "skipped", step=step, why=why)
+        self._log.info(f"step {step} skipped: {why} (loss scale {scale:g}, {in_a_row} in a row)")
+        # One skipped step at the end is no divergence where it is a spike or float16 that tries a larger loss scale.
+        bearable = 1 if spike or config.precision.compute == "float16" else 0
+        at_the_end = step >= config.train.steps and in_a_row > bearable
+        if at_the_end or in_a_row >= config.precision.max_skipped:
+            raise diverged(config, self._log.run_dir, step, in_a_row, why, scale)

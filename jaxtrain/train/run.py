@@ -10,15 +10,17 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import Checkpoints, Restored
 from jaxtrain.checkpoint.order import CheckpointOrder
-from jaxtrain.config import ConfigError, RunError, StoppedError
+from jaxtrain.config import ConfigError, DivergedError, RunConfig, RunError, StoppedError
 from jaxtrain.data import Corpus
 from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.numerics.counter import counter_int
 from jaxtrain.observe.events import record_event
 from jaxtrain.observe.log import Log
+from jaxtrain.optim import all_finite
 from jaxtrain.train.feed import BatchFeed
+from jaxtrain.train.guard import GUARD, new_history, stored_history
 from jaxtrain.train.recorder import Counters
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.resume import carry_over, config_of_meta, learning_rate_change
@@ -91,23 +93,20 @@ class Run:
 
         Raises ConfigError where corpus or tokenizer are not those of the checkpoint.
         """
-        report_phase("restore")
         begin = time.perf_counter()
-        found = self._checkpoints.restore(self._order.checkpoint_layout)
+        found = self._load()
         if found is None:
             self._begin()
             return
-        config = self.bound.config
-        old = config_of_meta(found.meta, f"checkpoint {found.step} of {self.directory}")
+        config, old = self.bound.config, self._config_of(found)
         for line in check_same_data(self.directory, config, found.meta, self.corpus):
             self.log.info(line)
-        self.state = carry_over(self._order.from_checkpoint(found.state), old, config)
         self.origin = found.meta.get("origin")
         self.feed.set_state(found.data)
-        self.resumed_from = found.step
-        tokens = counter_int(jax.device_get(self.state["tokens"]))
-        self.counters = Counters(found.step, tokens, found.meta["skipped"])
+        self.resumed_from = self.counters.step = found.step
+        self.counters.skipped, self.counters.rollbacks = found.meta["skipped"], found.meta.get("rollbacks", 0)
         self.log.resume_at(self.step)
+        tokens = self.counters.tokens
         self.event("restored", step=self.step, seconds=time.perf_counter() - begin, bytes=found.bytes)
         self.log.info(f"resumed at step {self.step} of {self.bound.config.train.steps}, {tokens:,} tokens trained")
         for line in learning_rate_change(old, config, int(self.state["steps"]), tokens):
@@ -122,7 +121,51 @@ class Run:
             what = "weights and optimizer state" if origin["optimizer"] else "weights"
             self.log.info(f"started with the {what} of step {origin['step']} of {origin['run']}")
             self.origin = origin
+        self.state |= new_history(self.bound.config.guard, self.bound.mesh, {})
         self.log.resume_at(0)
+
+    def roll_back(self, why: str) -> None:
+        """After a spike: restore the newest good checkpoint and go on with the next step and the next batch.
+
+        Raises DivergedError after guard.max_rollbacks.
+        """
+        counters, limit = self.counters, self.bound.config.guard.max_rollbacks
+        if counters.rollbacks >= limit:
+            raise DivergedError(
+                f"step {self.step}: {why}, after {counters.rollbacks} rollbacks (guard.max_rollbacks {limit}): resume "
+                "with a lower --optimizer.learning_rate, a larger --guard.spike or --guard.action skip"
+            )
+        self._checkpoints.wait()
+        if self._checkpoints.latest() is None:
+            self.log.info(f"step {self.step}: no checkpoint to roll back to, the step is skipped alone")
+            return
+        # Two states may not fit.
+        self.state = {}
+        found = self._load()
+        assert found is not None, "the newest checkpoint was there"
+        counters.rollbacks += 1
+        self.event("rollback", step=self.step, to=found.step, why=why, rollbacks=counters.rollbacks)
+        self.log.info(
+            f"step {self.step}: {why}; the state is that of step {found.step} again, the batches of steps "
+            f"{found.step + 1} to {self.step} are not read again (rollback {counters.rollbacks} of at most {limit}, "
+            "guard.action rollback)"
+        )
+
+    def _load(self) -> Restored | None:
+        """Restore state, tokens and history from the newest intact checkpoint, None if there is none."""
+        report_phase("restore", self.step)
+        found = self._checkpoints.restore(self._order.checkpoint_layout)
+        if found is None:
+            return None
+        bound, counters = self.bound, self.counters
+        state = carry_over(self._order.from_checkpoint(found.state), self._config_of(found), bound.config)
+        self.state = state | new_history(bound.config.guard, bound.mesh, found.meta.get(GUARD, {}))
+        counters.tokens = counter_int(jax.device_get(state["tokens"]))
+        counters.in_a_row, counters.spike = int(state["scaler"]["skipped"]), None
+        return found
+
+    def _config_of(self, found: Restored) -> RunConfig:
+        return config_of_meta(found.meta, f"checkpoint {found.step} of {self.directory}")
 
     def save_and_stop(self, signal: str) -> None:
         """Save this step durably for a signal; raises StoppedError."""
@@ -136,19 +179,30 @@ class Run:
         )
 
     def save(self) -> None:
-        """Save a checkpoint of this step; raises RunError where another process took the run directory over."""
+        """Save a checkpoint of this step.
+
+        Raises DivergedError where the state is not finite, RunError where another process took the run directory over.
+        """
         report_phase("checkpoint", self.step)
         self.check_lease()
         counters, bound = self.counters, self.bound
+        state = {name: part for name, part in self.state.items() if name != GUARD}
+        # A step that was applied has tested what it made.
+        if counters.in_a_row and not jax.jit(all_finite)(state):
+            raise DivergedError(
+                f"the state after step {self.step} is not finite and is not saved; {self.signals.resumption()}"
+            )
         meta = checkpoint_meta(
-            bound.config, bound.topology.sizes, self.corpus, counters.step, int(self.state["steps"]), counters.tokens,
+            bound.config, bound.topology.sizes, self.corpus, counters.step, int(state["steps"]), counters.tokens,
             counters.skipped, self.origin,
         )  # fmt: skip
         # What the retention of checkpoints reads (checkpoint/retention.py).
-        meta["good"] = counters.good
+        meta |= {"good": counters.in_a_row == 0, "rollbacks": counters.rollbacks}
         if counters.eval_loss is not None and counters.eval_loss[0] == self.step:
             meta["eval_loss"] = counters.eval_loss[1]
-        self._checkpoints.save(self.step, self._order.to_checkpoint(self.state), self.feed.get_state(), meta)
+        if GUARD in self.state:
+            meta[GUARD] = stored_history(self.state[GUARD])
+        self._checkpoints.save(self.step, self._order.to_checkpoint(state), self.feed.get_state(), meta)
 
     def checkpoint_due(self) -> bool:
         """Whether a checkpoint is due after this step; all processes must ask at every step."""

@@ -103,11 +103,9 @@ class StopSignals:
 
     def resumption(self) -> str:
         """What the same command does after this process is gone, as far as the directory shows."""
-        folder = self._directory / "checkpoints"
-        steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-        if not steps:
+        if not (steps := saved_steps(self._directory)):
             return "nothing is saved yet, the same command starts from the beginning"
-        return f"the same command resumes at step {max(steps)}"
+        return f"the same command resumes at step {steps[-1]}"
 
     def _on_main_thread(self, number: int, _: FrameType | None) -> None:
         if self._moment == "start":
@@ -132,6 +130,12 @@ class StopSignals:
                 else:
                     saves = "a checkpoint is saved at the next step border" if self._moment == "steps" else "finishing"
                     _print(f"{name}: {saves}; a second signal ends this process at once")
+
+
+def saved_steps(directory: Path) -> list[int]:
+    """Steps that have a checkpoint in a run directory, in order, read from the names alone."""
+    folder = directory / "checkpoints"
+    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal()) if folder.is_dir() else []
 
 
 def _peek(key: str) -> str | None:

@@ -35,13 +35,14 @@ from jaxtrain.numerics.counter import counter_add, counter_float
 from jaxtrain.numerics.precision import Precision
 from jaxtrain.ops.attention import use_attention
 from jaxtrain.ops.loss import IGNORE
-from jaxtrain.optim import clip_scale, global_norm, learning_rate
+from jaxtrain.optim import all_finite, clip_scale, global_norm, learning_rate
 from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Pipeline
 from jaxtrain.pipeline.schedule import forward_schedule, make_schedule
 from jaxtrain.pipeline.staged import StagedModel
 from jaxtrain.pipeline.table import PipelineShape
 from jaxtrain.train.experts import balanced, expert_metrics, needs_loads
+from jaxtrain.train.guard import GUARD, is_spike, next_history
 from jaxtrain.train.losses import LOSSES, HeadInputs, Sums, metric_sums
 from jaxtrain.train.options import compiler_options
 from jaxtrain.train.state import TrainState
@@ -72,17 +73,16 @@ class Step:
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step from a [A, B, L] batch; returns the new state and the step's metrics.
 
-        A step with a non-finite gradient or without any scored token changes nothing but the scaler's counters.
+        A step without any scored token, with a loss, gradient or result that is not finite, or with a spike
+        (train/guard.py), changes nothing but the scaler's counters.
         """
         config, params, scaler = self.config, state["params"], state["scaler"]
         scored = jnp.sum(batch["labels"] != IGNORE, dtype=jnp.int32)
         gradients, sums = self.gradients(params, batch, scaler["scale"])
         gradients = jax.tree.map(lambda g: g / scaler["scale"], gradients)
         norm = global_norm(gradients)
-        finite = jnp.isfinite(norm)
-        apply = finite & (scored > 0)
         clip = clip_scale(norm, config.optimizer.clip_norm)
-        tokens = counter_add(state["tokens"], jnp.where(apply, scored, 0))
+        tokens = counter_add(state["tokens"], scored)
         rate = learning_rate(config.optimizer, config.train.steps, state["steps"], counter_float(tokens))
         shards = partial(self._pin, specs=self.layout.optimizer)
         direction, opt = self.optimizer.update(
@@ -91,16 +91,25 @@ class Step:
         stepped = jax.tree.map(lambda p, d: p - rate * d, shards(params), direction)
         if config.model.moe.experts:
             stepped = balanced(stepped, self.model, sums["load"])
+        loss = sums["loss"] / jnp.maximum(scored, 1)
+        finite = jnp.isfinite(norm) & jnp.isfinite(loss) & all_finite((stepped, opt))
+        apply, guard, guarded = finite & (scored > 0), {}, {}
+        if GUARD in state:
+            guarded = {"spike": apply & is_spike(config.guard, state[GUARD], loss, norm)}
+            apply &= ~guarded["spike"]
+            guard = {GUARD: next_history(state[GUARD], loss, norm, apply)}
         keep = partial(jax.tree.map, lambda new, old: jnp.where(apply, new, old))
         new_state = {
             "params": self._pin(keep(stepped, params), self.layout.master_params),
             "opt": keep(opt, state["opt"]),
-            "scaler": scaling.next_state(config.precision, scaler, finite),
+            "scaler": scaling.next_state(config.precision, scaler, finite, apply | (finite & (scored == 0))),
             "steps": state["steps"] + apply,
-            "tokens": tokens,
+            "tokens": jnp.where(apply, tokens, state["tokens"]),
+            **guard,
         }
         metrics: dict[str, jax.Array] = {
-            **{name: sums[name] / jnp.maximum(scored, 1) for name in ("loss", "z_loss") if name in sums},
+            "loss": loss,
+            **({"z_loss": sums["z_loss"] / jnp.maximum(scored, 1)} if "z_loss" in sums else {}),
             "scored_tokens": scored,
             "fill": jnp.mean(batch["segments"] > 0, dtype=jnp.float32),
             "grad_norm": norm,
@@ -108,6 +117,7 @@ class Step:
             "loss_scale": scaler["scale"],
             "applied": apply,
             "skipped_in_a_row": new_state["scaler"]["skipped"],
+            **guarded,
             **expert_metrics(sums),
             **{name: sums[f"metric/{name}"] / jnp.maximum(scored, 1) for name in config.train.metrics},
         }
