@@ -88,7 +88,7 @@ def test_one_compilation_hooks_between_steps_and_a_stopped_run_resumes(
     assert sum("jit(evaluate)" in message for message in compiled) == 1, compiled
     assert unbroken["steps"] == unbroken["updates"] == 6 and "stopped" not in unbroken
 
-    events = read_events(tmp_path / "unbroken")
+    events = [e for e in read_events(tmp_path / "unbroken") if e["kind"] != "evaluation"]
     assert [(e["kind"], e["step"]) for e in events] == [
         ("start", 0), ("compiled", 0), ("checkpoint", 2), ("checkpoint", 4), ("checkpoint", 6), ("end", 6)
     ]  # fmt: skip
