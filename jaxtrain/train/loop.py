@@ -17,7 +17,7 @@ from jaxtrain.data import prepare
 from jaxtrain.launch.agreement import agree_on_directory
 from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.observe.environment import environment
-from jaxtrain.observe.events import record_event
+from jaxtrain.observe.events import read_events, record_event
 from jaxtrain.observe.log import Log
 from jaxtrain.train.agreement import agree_on_corpus, agree_on_start
 from jaxtrain.train.feed import BatchFeed
@@ -32,13 +32,12 @@ from jaxtrain.train.run_dir import (
     check_same_run,
     describe_sharding,
     held_tokenizer,
-    read_summary,
     write_run,
     write_tokenizer,
 )
 from jaxtrain.train.signals import StopSignals
 from jaxtrain.train.startup import startup_report
-from jaxtrain.train.summary import finish, summarize
+from jaxtrain.train.summary import check_prompt, finish, finished_summary, summarize
 
 
 def train(
@@ -48,8 +47,8 @@ def train(
 
     `hooks` act between steps, after the held-out evaluation and before the checkpoint (train/hooks.py). SIGTERM, SIGINT
     and SIGUSR1 save a checkpoint and end the run (train/signals.py). `source`: a run or checkpoint whose weights a new
-    run starts with. Raises ConfigError for any setting, corpus or
-    checkpoint that a user can fix, before anything is written; StoppedError after a signal.
+    run starts with. Raises ConfigError for any setting, corpus or checkpoint that a user can fix, before anything is
+    written; StoppedError after a signal; DivergedError where the last steps were skipped (train/skipped.py).
     """
     started, began, directory = time.perf_counter(), time.time(), Path(directory)
     with contextlib.ExitStack() as stack:
@@ -66,6 +65,7 @@ def train(
         source = source_of(directory, source)
         held = source_tokenizer(source, config) if source else held_tokenizer(directory, config)
         corpus = prepare(config, held)
+        check_prompt(config, corpus.tokenizer)
         # Nothing was written so far. No process may look at the directory while another fills it.
         report_phase("barrier")
         agree_on_corpus(corpus)
@@ -92,8 +92,7 @@ def train(
             "start", began=began, step=run.step, resumed_from=run.resumed_from, processes=jax.process_count(),
             mesh=bound.topology.sizes, changes=changes, origin=run.origin,
         )  # fmt: skip
-        if run.step >= config.train.steps and (finished := read_summary(directory)):
-            log.info(f"this run has its {run.step} steps: nothing left to train (raise train.steps to continue it)")
+        if run.last and (finished := finished_summary(run)):
             return finished
         phases = run_steps(run, hooks)
         signals.end_steps()
@@ -106,6 +105,9 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
     """All steps that are left, with hooks and checkpoints between them."""
     config, counters = run.bound.config, run.counters
     phases = PhaseSteps(run.bound)
+    if run.last:
+        phases.read(run.log.rows(), {e["step"] + 1 for e in read_events(run.directory) if e["kind"] == "compiled"})
+        return phases
     enter_phase(run, phases)
     recorder = Recorder(run.bound, run.corpus, phases, run.log, counters, run.event)
     if run.step == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,16 +43,31 @@ class PhaseSteps:
         state = bound.abstract | abstract_history(bound.config.guard, bound.mesh)
         self._train_step = compile_step(bound.step, state, bound.phase_batch(self.phase))
         self.compile_s += time.perf_counter() - begin
-        self.meters[self.phase] = Meter(
+        self.meters[self.phase] = self._new_meter(self.phase)
+        report_phase("barrier", done)
+        wait_for_all("compiled", COMPILE_S)
+
+    def read(self, rows: Sequence[Mapping[str, Any]], warm_ups: Collection[int]) -> None:
+        """Measure recorded steps of earlier starts, for a summary without a step of this one.
+
+        `warm_ups`: steps that followed a compilation.
+        """
+        self.phase = len(self._bound.phases) - 1
+        self.meters = {index: self._new_meter(index) for index in range(len(self._bound.phases))}
+        for row in rows:
+            meter = self.meters[phase_at(self._bound.phases, row["step"] - 1)]
+            meter.record(row["scored_tokens"], row["step_s"], row["data_wait_s"], compiled=row["step"] in warm_ups)
+
+    def _new_meter(self, phase: int) -> Meter:
+        bound = self._bound
+        return Meter(
             bound.config.model,
-            bound.phases[self.phase].seq_len,
+            bound.phases[phase].seq_len,
             jax.devices()[0].device_kind,
             bound.topology.devices.size,
             bound.config.precision.compute,
             jax.config.jax_default_matmul_precision,
         )
-        report_phase("barrier", done)
-        wait_for_all("compiled", COMPILE_S)
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
         """One optimizer step; the state is donated."""

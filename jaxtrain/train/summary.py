@@ -10,11 +10,14 @@ from typing import Any
 
 import jax
 
+from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.data import TextTokenizer
 from jaxtrain.observe.files import write_summary
 from jaxtrain.report.experts import draw_experts
 from jaxtrain.report.training import draw_curve, print_summary
 from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.run import Run
+from jaxtrain.train.run_dir import read_summary
 from jaxtrain.train.state import state_bytes_per_device
 from jaxtrain.train.use import continue_text
 
@@ -52,6 +55,27 @@ def summarize(run: Run, phases: PhaseSteps, checkpoint: int | None, wall_s: floa
         **phases.summary(),
         **({"stopped": run.stopped} if run.stopped else {}),
     }
+
+
+def check_prompt(config: RunConfig, tokenizer: TextTokenizer) -> None:
+    """Raise ConfigError where train.sample_prompt leaves no room for a token."""
+    prompt, length = config.train.sample_prompt, config.data.seq_len
+    if prompt and (tokens := len(tokenizer.encode(prompt))) >= length:
+        raise ConfigError(
+            f"train.sample_prompt has {tokens} tokens and data.seq_len is {length}: shorten it, or set "
+            "train.sample_prompt '' for no sample"
+        )
+
+
+def finished_summary(run: Run) -> dict[str, Any] | None:
+    """The summary of a run without steps left; None where there is none, or one of fewer steps."""
+    run.log.info(f"this run has its {run.step} steps: nothing left to train (raise train.steps to continue it)")
+    found = read_summary(run.directory)
+    if found is not None and (found.get("steps"), found.get("tokens_total")) == (run.step, run.counters.tokens):
+        return found
+    why = "is missing" if found is None else f"is that of step {found.get('steps')}"
+    run.log.info(f"summary.json {why}: it is written from the checkpoint and metrics.jsonl")
+    return None
 
 
 def finish(run: Run, result: dict[str, Any], primary: bool, quiet: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxtrain.config import RunConfig, StoppedError, validate
+from jaxtrain.config import ConfigError, RunConfig, StoppedError, replace, validate
 from jaxtrain.observe.events import read_events
 from jaxtrain.train import summary
 from jaxtrain.train.loop import train
@@ -126,3 +126,28 @@ def test_a_plot_that_fails_is_reported_and_the_run_is_complete(
     assert result["picture"] is None and result["steps"] == 6
     assert "picture left out: RuntimeError: no fonts here" in capsys.readouterr().out
     assert train(config, tmp_path / "run", quiet=True)["steps"] == 6, "a finished run is left alone"
+    capsys.readouterr()
+
+    # Killed between the last checkpoint and the summary: the old summary is of another run length, or there is none.
+    monkeypatch.undo()
+    summary_file = tmp_path / "run" / "summary.json"
+    right = json.loads(summary_file.read_text())
+    stale = {**right, "steps": 4, "tokens_total": 1, "loss_last": 9.9}
+    for left, says in ((json.dumps(stale), "summary.json is that of step 4"), (None, "summary.json is missing")):
+        summary_file.unlink()
+        if left is not None:
+            summary_file.write_text(left)
+        result = train(config, tmp_path / "run")
+        assert says in capsys.readouterr().out
+        written = json.loads(summary_file.read_text())
+        for key in ("steps", "tokens_total", "loss_first", "loss_last", "eval_loss_last", "checkpoint", "sources"):
+            assert written[key] == right[key] == result[key], key
+        assert written["measured_updates"] == right["measured_updates"] == 5
+        assert written["tokens_per_s"] == pytest.approx(right["tokens_per_s"])
+
+
+def test_a_prompt_without_room_is_refused_at_the_start(config: RunConfig, tmp_path: Path) -> None:
+    long = replace(config, f"train.sample_prompt={'dog ' * 40}")
+    with pytest.raises(ConfigError, match=r"train.sample_prompt has \d+ tokens and data.seq_len is 32: shorten it"):
+        train(long, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
