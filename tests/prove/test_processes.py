@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faults.runs import Bench, last_step, rows, wait_until
+from faults.runs import FLAGS, Bench, last_step, rows, wait_until
 
 pytestmark = pytest.mark.prove
 
@@ -34,7 +34,7 @@ def losses(bench: Bench, name: str, config: Path, processes: int) -> list[dict[s
     command = bench.command(run, processes, (), config)
     if processes > 1:
         command[command.index("--devices-per-process") + 1] = str(4 // processes)
-    job = bench.start(command, JAX_NUM_CPU_DEVICES=str(4 // processes), NPROC="32", XLA_FLAGS=SCHEDULER)
+    job = bench.start(command, JAX_NUM_CPU_DEVICES=str(4 // processes), NPROC="32", XLA_FLAGS=f"{FLAGS} {SCHEDULER}")
     status = job.wait(400)
     assert status == 0, job.text
     return rows(run)
