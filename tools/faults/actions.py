@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from faults.fault import Action, NotRunError, Scene
@@ -58,6 +59,29 @@ def seconds(number: float) -> Callable[[Scene], bool]:
 def exists(name: str) -> Callable[[Scene], bool]:
     """When a file matches below the run directory."""
     return lambda scene: any(scene.run.glob(name))
+
+
+def measuring_memory(ready: Callable[[Scene], bool]) -> Callable[[Scene], bool]:
+    """A moment until which the largest private memory of the command is noted."""
+
+    def moment(scene: Scene) -> bool:
+        assert scene.job is not None
+        with suppress(OSError, ValueError):
+            status = Path(f"/proc/{scene.job.process.pid}/status").read_text()
+            scene.memory_kib = max(scene.memory_kib, int(status.partition("VmData:")[2].split()[0]))
+        return ready(scene)
+
+    return moment
+
+
+def memory_limit(share: float) -> Callable[[Scene], list[str]]:
+    """Words that limit a command to a share of the noted memory."""
+
+    def words(scene: Scene) -> list[str]:
+        scene.notes.append(f"{scene.memory_kib >> 10} MiB of private memory before the kill")
+        return ["prlimit", f"--data={int(scene.memory_kib * 1024 * share)}"]
+
+    return words
 
 
 # Signals.

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -41,6 +42,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--docs", type=Path, help="page to write")
     parser.add_argument("--keep", type=Path, help="folder of the runs, which is kept")
     options = parser.parse_args(argv)
+    # A campaign that is asked to end ends what it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = options.keep or Path(tempfile.mkdtemp(prefix="jaxtrain-faults-"))
     outcomes: list[Outcome] = []
     try:

@@ -26,6 +26,7 @@ class Scene:
     job: Job | None = None
     injected: float | None = None
     notes: list[str] = field(default_factory=list)
+    memory_kib: int = 0
     kept: dict[str, bytes] = field(default_factory=dict)
     undo: list[Callable[[], None]] = field(default_factory=list)
     others: list[Job] = field(default_factory=list)
@@ -66,6 +67,8 @@ class Fault:
     """The line by which the fault was noticed; default: `says`, else the supervisor's event, else the end."""
     rerun: bool = True
     """Type the same command again if it did not end with status 0."""
+    rerun_prefix: Callable[[Scene], list[str]] | None = None
+    """Words before the second command."""
     rerun_processes: int | None = None
     """Another number of processes for the second command."""
     equal: bool = True
@@ -122,9 +125,10 @@ def inject(bench: Bench, group: str, fault: Fault) -> Outcome:
         outcome.result, outcome.message = "not run", str(reason)
     except Exception as error:
         outcome.problems.append(f"{type(error).__name__}: {error}")
-    for job in [*scene.others, *([scene.job] if scene.job else [])]:
-        if job.process.poll() is None:
-            job.kill()
+    finally:
+        for job in [*scene.others, *([scene.job] if scene.job else [])]:
+            if job.process.poll() is None:
+                job.kill()
     outcome.problems += _left_behind(scene)
     for action in reversed(scene.undo):
         action()
@@ -163,7 +167,8 @@ def _inject(scene: Scene, fault: Fault, outcome: Outcome) -> None:
         if status and fault.rerun:
             if fault.rerun_processes:
                 command = bench.command(run, fault.rerun_processes, overrides, config)
-            last = _rerun(scene, fault, outcome, command)
+            words = fault.rerun_prefix(scene) if fault.rerun_prefix else []
+            last = _rerun(scene, fault, outcome, [*words, *command])
         _measure(scene, fault, outcome, watch, job, last)
     finally:
         watch.close()

@@ -11,6 +11,7 @@ GROUPS = {
     "failures of a process": processes.failures,
     "hangs": processes.hangs,
     "storage": storage.disks,
+    "memory": storage.memory,
     "numbers": numbers.numbers,
     "other commands on the directory": around.companions,
     "files of the run": around.files,

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import signal
+
 from faults import actions as a
 from faults.checks import none_condemned
 from faults.fault import Fault
-from faults.table.status import SLOW, STORAGE
+from faults.table.status import FAILED, KILLED, SLOW, STORAGE
+
+
+def memory() -> list[Fault]:
+    """Little memory."""
+    larger = {"model": {"d_model": 256, "d_ff": 1024, "n_layers": 4, "n_heads": 4}}
+    return [
+        Fault(
+            "memory limit on resume", "prlimit --data at 1.1 times what the killed run held",
+            config=larger,
+            plant=SLOW, when=a.measuring_memory(a.step(8)), do=a.send(signal.SIGKILL), status=(KILLED,),
+            rerun_prefix=a.memory_limit(1.1),
+        ),
+        Fault(
+            "too little memory to start", "prlimit --data=400000000, then without", plant=SLOW, begin="interrupted",
+            prefix=("prlimit", "--data=400000000"), status=(1, FAILED, 134, KILLED, 139),
+        ),
+    ]  # fmt: skip
 
 
 def disks() -> list[Fault]:
