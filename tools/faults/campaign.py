@@ -19,25 +19,27 @@ from faults.page import write_page
 from faults.runs import Bench
 from faults.table import GROUPS
 
+KINDS = ("alone", "jobs")
 
-def faults(only: Sequence[str] = ()) -> Iterator[tuple[str, Fault]]:
-    """All faults with their group, or those whose group or name contains one of the texts."""
+
+def faults(only: Sequence[str] = (), kinds: Sequence[str] = KINDS) -> Iterator[tuple[str, Fault]]:
+    """All faults with their group, or those whose group or name contains one of the texts.
+
+    `kinds`: 'alone' are the faults of a single process, 'jobs' those of several or under a supervisor.
+    """
     for group, table in GROUPS.items():
         for fault in table():
-            if not only or any(text in f"{group}: {fault.name}" for text in only):
+            kind = "jobs" if fault.processes > 1 or fault.supervise else "alone"
+            named = not only or any(text in f"{group}: {fault.name}" for text in only)
+            if kind in kinds and named:
                 yield group, fault
-
-
-def run(bench: Bench, only: Sequence[str] = ()) -> Iterator[Outcome]:
-    """Inject the faults one after another."""
-    for group, fault in faults(only):
-        yield inject(bench, group, fault)
 
 
 def main(argv: Sequence[str]) -> int:
     """The command; 1 where a fault had another outcome than the stated one."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", default=[], help="part of a group or a name; may be repeated")
+    parser.add_argument("--kind", action="append", choices=KINDS, help="of a single process, or of a job; default both")
     parser.add_argument("--out", type=Path, help="JSON of outcomes; those of other faults in it stay")
     parser.add_argument("--docs", type=Path, help="page to write")
     parser.add_argument("--keep", type=Path, help="folder of the runs, which is kept")
@@ -47,7 +49,9 @@ def main(argv: Sequence[str]) -> int:
     folder = options.keep or Path(tempfile.mkdtemp(prefix="jaxtrain-faults-"))
     outcomes: list[Outcome] = []
     try:
-        for outcome in run(Bench(folder), options.only):
+        bench = Bench(folder)
+        for group, fault in faults(options.only, options.kind or KINDS):
+            outcome = inject(bench, group, fault)
             outcomes.append(outcome)
             print(describe(outcome), flush=True)
             if options.out:
