@@ -17,14 +17,10 @@ from faults.fault import Action, NotRunError, Scene
 from faults.runs import committed, last_step, wait_until
 
 KINDS = {
-    "checkpoint metadata": "_CHECKPOINT_METADATA",
-    "commit marker": "commit_success.txt",
     "record": "record/metadata",
-    "commit marker of the record": "record/commit_success.txt",
     "tree of the state": "state/_METADATA",
     "shardings": "state/_sharding",
     "array metadata": "state/array_metadatas/process_0",
-    "commit marker of the state": "state/commit_success.txt",
     "merged manifest": "state/manifest.ocdbt",
     "merged data": "state/d/*",
     "manifest of a process": "state/ocdbt.process_0/manifest.ocdbt",
@@ -215,10 +211,12 @@ def append(name: str, contents: bytes) -> Action:
     return act
 
 
-def stale_folder(scene: Scene) -> None:
-    """A half-written checkpoint, as an older process has left it."""
-    shutil.copytree(newest(scene), scene.run / "checkpoints" / "12.orbax-checkpoint-tmp")
-    (scene.run / "checkpoints" / "12.orbax-checkpoint-tmp" / "commit_success.txt").unlink(missing_ok=True)
+def stale_folders(scene: Scene) -> None:
+    """A half-written and a half-removed checkpoint, as killed processes have left them."""
+    folder = scene.run / "checkpoints"
+    for name in ("12.tmp", "3.removed"):
+        shutil.copytree(newest(scene), folder / name)
+        shutil.rmtree(folder / name / "record")
 
 
 def both(*actions: Action) -> Action:

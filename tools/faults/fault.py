@@ -347,7 +347,7 @@ def _left_behind(scene: Scene) -> list[str]:
         problems.append(f"temporary files left behind: {', '.join(strays[:4])}")
         _empty(bench.folder / "tmp")
     if scene.run.is_dir():
-        drafts = [path for path in scene.run.rglob("*") if re.search(r"tmp|\.draft|\.part", path.name)]
+        drafts = [path for path in scene.run.rglob("*") if re.search(r"tmp|\.draft|\.removed", path.name)]
         if drafts and (scene.run / "summary.json").exists():
             problems.append(
                 f"temporary files in the run: {', '.join(str(p.relative_to(scene.run)) for p in drafts[:4])}"

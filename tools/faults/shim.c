@@ -1,6 +1,6 @@
 /* Faults below Python, by LD_PRELOAD: a file operation fails or is the last one of its process; the clock jumps.
 
-   FAULT_PATH     prefix of the paths that count
+   FAULT_PATH     prefix of the paths that count, or with a $ at its end the path itself
    FAULT_OP       "change" (create, write, sync, rename, mkdir, unlink, link), "read", or one of those words
    FAULT_AT       the number of the operation, from 1
    FAULT_TIMES    how many operations from there on fail (default 1)
@@ -96,7 +96,9 @@ static int fault(const char *kind, int change) {
 
 static int inside(int dir, const char *path) {
     if (!active || !path) return 0;
-    if (path[0] == '/') return !strncmp(path, prefix, strlen(prefix));
+    size_t size = strlen(prefix);
+    if (prefix[size - 1] == '$') return strlen(path) == size - 1 && !strncmp(path, prefix, size - 1);
+    if (path[0] == '/') return !strncmp(path, prefix, size);
     char link[64], base[PATH_MAX];
     if (dir == AT_FDCWD) { if (!getcwd(base, sizeof base)) return 0; }
     else {
@@ -105,7 +107,7 @@ static int inside(int dir, const char *path) {
         if (n < 0) return 0;
         base[n] = 0;
     }
-    return !strncmp(base, prefix, strlen(prefix));
+    return !strncmp(base, prefix, size);
 }
 
 static int inside_fd(int fd) { return active && fd >= 0 && fd < FDS && tracked[fd]; }

@@ -30,7 +30,7 @@ def damages() -> list[Fault]:
     ]
     missing = [
         Fault(f"missing: {kind}", f"{a.KINDS[kind]} removed", before=a.remove(kind), older=True, **resumes)
-        for kind in ("commit marker", "record", "tree of the state", "merged manifest", "array data")
+        for kind in ("record", "tree of the state", "merged manifest", "array data")
     ]
     folders = [
         Fault(
@@ -49,9 +49,7 @@ def damages() -> list[Fault]:
             before=lambda scene: (scene.run / "checkpoints" / "10").mkdir(),
             **resumes,
         ),
-        Fault(
-            "a stale temporary folder", "12.orbax-checkpoint-tmp of an older process", before=a.stale_folder, **resumes
-        ),
+        Fault("stale temporary folders", "12.tmp and 3.removed of killed processes", before=a.stale_folders, **resumes),
         Fault(
             "a foreign file among the checkpoints",
             "checkpoints/notes.txt",

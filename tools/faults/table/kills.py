@@ -81,16 +81,48 @@ def saves() -> list[Fault]:
             plant=SLOW,
             status=(KILLED,),
         )
-        for at in (1, 2, 3, 5, 8, 12, 18, 24, 30, 36, 42, 48, 54, 60, 66, 72, 78, 84, 88, 92)
+        for at in (1, 2, 3, 5, 8, 12, 16, 20, 24, 28, 33, 38, 43, 48, 53, 58, 63, 68, 74, 80)
+    ]
+    renames = {
+        "the commit": ("checkpoints/9$", "9.tmp to 9"),
+        "a removal": ("checkpoints/3.removed$", "3 to 3.removed"),
+    }
+    faults += [
+        Fault(
+            f"kill -9 before the rename of {what}",
+            f"SIGKILL before renaming {names}",
+            shim={"FAULT_PATH": path, "FAULT_OP": "rename", "FAULT_AT": "1", "FAULT_WITH": "kill"},
+            plant=SLOW,
+            status=(KILLED,),
+        )
+        for what, (path, names) in renames.items()
     ]
     faults += [
         Fault(
             f"kill -9 in the removal of a checkpoint, before operation {at}",
-            f"SIGKILL before file operation {at} of the rotation of step 3",
-            shim={"FAULT_PATH": "checkpoints/3/", "FAULT_OP": "unlink", "FAULT_AT": str(at), "FAULT_WITH": "kill"},
+            f"SIGKILL before removal {at} of the rotation of step 3",
+            shim={
+                "FAULT_PATH": "checkpoints/3.removed",
+                "FAULT_OP": "unlink",
+                "FAULT_AT": str(at),
+                "FAULT_WITH": "kill",
+            },
             plant=SLOW,
             status=(KILLED,),
         )
         for at in (1, 4, 9)
     ]
+    faults += [
+        Fault(
+            f"kill -9 of {who} in a save",
+            f"SIGKILL to rank {rank} of 2 before its file operation {at} of the save of step 6",
+            processes=2,
+            shim={
+                "FAULT_PATH": "checkpoints/6", "FAULT_OP": "change", "FAULT_AT": str(at), "FAULT_WITH": "kill",
+                "FAULT_RANK": str(rank),
+            },
+            plant=SLOW,
+        )
+        for who, rank, at in (("a worker", 1, 3), ("the coordinator", 0, 20))
+    ]  # fmt: skip
     return faults
