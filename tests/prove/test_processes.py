@@ -49,8 +49,9 @@ def test_one_two_and_four_processes_have_the_same_losses(bench: Bench, axis: str
     sections = AXES[axis]
     model = {"d_model": 32, "n_layers": 4, "n_heads": 4, "d_ff": 64, **sections.get("model", {})}
     train = {"steps": STEPS, **sections.get("train", {})}
-    other = {key: value for key, value in sections.items() if key not in ("model", "train")}
-    config = bench.write_config(f"{axis}.yaml", model=model, train=train, rules={"replicated_limit": 10**9}, **other)
+    rules = {"replicated_limit": 10**9, **sections.get("rules", {})}
+    other = {key: value for key, value in sections.items() if key not in ("model", "train", "rules")}
+    config = bench.write_config(f"{axis}.yaml", model=model, train=train, rules=rules, **other)
     want = losses(bench, axis, config, 1)
     assert [row["step"] for row in want] == list(range(1, STEPS + 1))
     for processes in (2, 4):

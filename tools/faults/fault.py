@@ -260,7 +260,8 @@ def _judge_first(scene: Scene, fault: Fault, outcome: Outcome, job: Job, status:
         outcome.problems.append(f"status {status} where {' or '.join(map(str, fault.status))} was expected")
     if fault.says and not re.search(fault.says, job.text):
         outcome.problems.append(f"nothing printed matches {fault.says!r}")
-    if "Traceback (most recent call last)" in job.text and fault.plant.get("what") not in ("raise", "loader-raise"):
+    # In a job the traceback of a rank whose peer died says which collective failed.
+    if fault.processes == 1 and "Traceback (most recent" in job.text and fault.plant.get("what") != "raise":
         outcome.problems.append("a traceback was printed")
     pattern = fault.detect or fault.says
     noticed = job.said(pattern) if pattern else None
