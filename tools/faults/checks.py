@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 from faults import actions as a
 from faults.fault import Scene
+from faults.runs import read_events
 
 
 def no_failures(scene: Scene) -> str | None:
     """The supervisor must not have restarted anything."""
-    path = scene.run / "events.jsonl"
-    kinds = [json.loads(line).get("kind") for line in path.read_text().splitlines()] if path.exists() else []
+    kinds = [event["kind"] for event in read_events(scene.run)]
     return "the supervisor recorded a failure" if "failure" in kinds else None
 
 
@@ -34,3 +32,9 @@ def nothing_published(scene: Scene) -> str | None:
     except AssertionError as error:
         return str(error)
     return None
+
+
+def spikes_met(scene: Scene) -> str | None:
+    """The run has met spikes."""
+    kinds = [event["kind"] for event in read_events(scene.run)]
+    return None if "spike" in kinds else "no spike was met"

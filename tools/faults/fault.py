@@ -14,7 +14,7 @@ from typing import Any
 
 from faults.job import Job
 from faults.processes import command_of, marked, ports_of
-from faults.runs import LIMIT, Bench, Watch, kill_marked, last_step, rows, wait_until
+from faults.runs import LIMIT, Bench, Watch, kill_marked, last_step, read_events, rows, wait_until
 
 
 @dataclass
@@ -319,10 +319,9 @@ def _measure(scene: Scene, fault: Fault, outcome: Outcome, watch: Watch, first: 
 
 def _supervisor_noticed(scene: Scene) -> float | None:
     """When the supervisor recorded a failure after the injection."""
-    path = scene.run / "events.jsonl"
-    if not path.exists() or scene.injected is None:
+    if scene.injected is None:
         return None
-    events = [json.loads(line) for line in path.read_text(errors="replace").splitlines() if line.endswith("}")]
+    events = read_events(scene.run)
     moments = [event["time"] for event in events if event.get("kind") == "failure"]
     return next((moment for moment in moments if moment >= scene.injected - 0.5), None)
 

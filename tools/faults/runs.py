@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import yaml
 
 from faults.job import Job
-from faults.processes import MARK
+from faults.processes import MARK, marked
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, EVERY = 12, 3
@@ -197,6 +199,21 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{key: row[key] for key in KEYS if key in row} for row in map(json.loads, lines)]
 
 
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """The events of a run; lines that are none are left out."""
+    try:
+        lines = (run / "events.jsonl").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    events = []
+    for line in lines:
+        with suppress(ValueError):
+            event = json.loads(line)
+            if isinstance(event, dict) and "kind" in event and "time" in event:
+                events.append(event)
+    return events
+
+
 def last_step(run: Path) -> int:
     """The last step in metrics.jsonl, 0 where there is none."""
     try:
@@ -224,16 +241,8 @@ def wait_until(ready: Callable[[], object], limit: float, job: Job | None = None
     return True
 
 
-def kill_marked(mark: str) -> list[str]:
-    """End every process of the campaign that still lives; their commands."""
-    import signal
-    from contextlib import suppress
-
-    from faults.processes import command_of, marked
-
-    found = marked(mark)
-    names = [f"{pid} {' '.join(command_of(pid)[:4])}" for pid in found]
-    for pid in found:
+def kill_marked(mark: str) -> None:
+    """End every process of the campaign that still lives."""
+    for pid in marked(mark):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return names

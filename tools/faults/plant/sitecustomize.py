@@ -139,10 +139,10 @@ def register_losses(module: ModuleType) -> None:
     """Losses that are not finite, or a thousandfold, on the global batches that hold a certain token often enough."""
     import jax.numpy as jnp
 
-    def poisoned(value: float) -> Any:
+    def poisoned(value: float, every: int) -> Any:
         def loss(inputs: Any) -> Any:
             total, sums = module.cross_entropy_loss(inputs)
-            bad = jnp.sum(inputs.batch["labels"]) % 5 == 0
+            bad = jnp.sum(inputs.batch["labels"]) % every == 0
             total = jnp.where(bad, total * value, total)
             return total, {**sums, "loss": total}
 
@@ -154,11 +154,11 @@ def register_losses(module: ModuleType) -> None:
         weights = 1 + inputs.batch["positions"] % 7
         return jnp.sum(jnp.where(inputs.scored, inputs.batch["labels"] * weights, 0)).astype(jnp.float32)
 
-    module.LOSSES.register("nan_in_some_batches")(poisoned(float("nan")))
+    module.LOSSES.register("nan_in_some_batches")(poisoned(float("nan"), 5))
     module.LOSSES.register("nan_in_every_batch")(
         lambda inputs: (lambda total, sums: (total * float("nan"), sums))(*module.cross_entropy_loss(inputs))
     )
-    module.LOSSES.register("spikes")(poisoned(1e3))
+    module.LOSSES.register("spikes")(poisoned(1e3, 11))
 
 
 PATCHES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 from faults import actions as a
-from faults.checks import nothing_published
+from faults.checks import nothing_published, spikes_met
 from faults.fault import Fault
 from faults.table.status import DIVERGED, KILLED, REFUSED, SLOW
 
@@ -21,6 +21,23 @@ def numbers() -> list[Fault]:
             when=a.step(8),
             do=a.send(signal.SIGKILL),
             status=(KILLED,),
+        ),
+        *(
+            Fault(
+                f"loss spikes, {action}",
+                f"a loss that is 1,000 times as large on some batches; guard.spike 20, guard.action {action}; SIGKILL",
+                config={
+                    "train": {"loss": "spikes", "steps": 24},
+                    "optimizer": {"total": 24},
+                    "guard": {"spike": 20, "window": 8, "action": action},
+                },
+                plant=SLOW,
+                when=a.step(19),
+                do=a.send(signal.SIGKILL),
+                status=(KILLED,),
+                check=spikes_met,
+            )
+            for action in ("skip", "rollback")
         ),
         Fault(
             "NaN in every batch",
