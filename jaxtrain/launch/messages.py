@@ -53,7 +53,7 @@ class Link:
         """The next message; raises OSError where the connection ended, was silent, or sent what is no message."""
         line = self._file.readline(LONGEST)
         if not line.endswith(b"\n"):
-            raise ConnectionResetError("the connection ended")
+            raise ConnectionResetError("the other side closed it")
         try:
             message = json.loads(line)
         except ValueError:

@@ -23,7 +23,7 @@ CATEGORIES = {
     "compile": "compiling steps",
     "restore": "restoring checkpoints",
     "startup": "joining, reading the corpus, creating the state",
-    "lost": "steps that were trained again after a failure",
+    "lost": "steps that a failure or a rollback undid",
     "downtime": "a stuck rank, and from a failure to the next start",
     "other": "end of the run: summary, plots, sample",
 }
@@ -129,6 +129,7 @@ def goodput_of(events: Sequence[Event], rows: Sequence[Mapping[str, Any]], writt
         for name, value in mine.items():
             seconds[name] += value
     lost = sum(int(event.get("steps") or 0) for event in events if event["kind"] == "lost")
+    lost += sum(int(event["step"]) - int(event["to"]) for event in events if event["kind"] == "rollback")
     return Goodput(sum(seconds.values()), seconds, len(rows), lost, restarts, _cause(last) or "it runs")
 
 
@@ -204,15 +205,31 @@ def _spend(attempt: Attempt, kept: int, rows: Sequence[Mapping[str, Any]]) -> Se
     spans = _spans(attempt)
     spent["startup"] = _divide(attempt.begin, first, spans, spent)
     trained = _divide(first, keep, spans, spent)
-    spent["lost"] = end - keep
+    rolled_s, rolled = _rolled_back(attempt, first, keep, spans)
+    spent["lost"], trained = end - keep + rolled_s, trained - rolled_s
     start = attempt.start_step or 0
-    mine = [row for row in rows if start < row["step"] <= kept]
+    mine = [row for row in rows if start < row["step"] <= kept and row["step"] not in rolled]
     wait = sum(float(row.get("data_wait_s") or 0.0) for row in mine)
     steps = sum(float(row.get("step_time_s") or 0.0) for row in mine)
     spent["data_wait"] = min(wait, trained)
     spent["productive"] = min(max(steps - wait, 0.0), trained - spent["data_wait"])
     spent["other"] = trained - spent["data_wait"] - spent["productive"]
     return spent
+
+
+def _rolled_back(
+    attempt: Attempt, first: float, keep: float, spans: Sequence[tuple[float, float, str]]
+) -> tuple[float, set[int]]:
+    """Seconds and steps that rollbacks to a checkpoint within the attempt have undone."""
+    seconds, steps, before = 0.0, set(), first
+    for at, event in attempt.events:
+        if event["kind"] == "rollback" and before <= at <= keep:
+            to = int(event["to"])
+            begin = max(_time_of_step(attempt, to, first, at), before)
+            seconds += _divide(begin, at, spans, dict.fromkeys(CATEGORIES, 0.0))
+            steps |= set(range(to + 1, int(event["step"]) + 1))
+            before = at
+    return seconds, steps
 
 
 def _time_of_step(attempt: Attempt, kept: int, first: float, end: float) -> float:

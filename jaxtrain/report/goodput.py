@@ -16,7 +16,7 @@ def goodput_tables(found: Goodput) -> list[FittedTable]:
         for name, meaning in CATEGORIES.items()
     ]
     rows.append(["wall time", show_seconds(found.wall_s), "100.0 %" if found.wall_s else "", ""])
-    steps = f"{found.steps:,} steps" + (f", {found.steps_lost:,} of them trained again" if found.steps_lost else "")
+    steps = f"{found.steps:,} steps" + (f" and {found.steps_lost:,} that were undone" if found.steps_lost else "")
     title = f"goodput {100 * found.goodput:.1f} %: {steps}; {len(found.restarts)} restarts; newest start: {found.ended}"
     tables = [FittedTable(["", "time", "share", ""], rows, title)]
     if found.restarts:

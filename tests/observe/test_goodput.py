@@ -104,6 +104,17 @@ def test_a_longer_run_and_a_fall_back_to_an_old_checkpoint() -> None:
     assert found.wall_s == pytest.approx(123)
 
 
+def test_a_rollback_undoes_the_steps_since_its_checkpoint() -> None:
+    events = [*KILLED[:5], event(43, "rollback", step=13, to=10, why="a spike"), event(59, "checkpoint", step=20),
+              event(60, "rollback", step=20, to=10, why="a spike"), event(61, "end", step=20, status=0)]  # fmt: skip
+    found = goodput_of(events[:6], rows(13, 2.0, 0.5), EPOCH + 43)
+    assert found.seconds["lost"] == pytest.approx(43 - 36) and found.seconds["productive"] == pytest.approx(15.0)
+    assert found.steps_lost == 3 and found.wall_s == pytest.approx(43)
+    found = goodput_of(events, rows(20, 2.0, 0.5), EPOCH + 61)
+    assert found.seconds["lost"] == pytest.approx((43 - 36) + (60 - 43)) and found.wall_s == pytest.approx(61)
+    assert found.seconds["productive"] == pytest.approx(15.0) and found.steps_lost == 13
+
+
 @pytest.mark.parametrize("jump", [-1e6, 1e6])
 def test_a_clock_jump_changes_nothing(jump: float) -> None:
     moved = [{**item, "time": item["time"] + jump * (i >= 4)} for i, item in enumerate(KILLED)]
@@ -113,7 +124,19 @@ def test_a_clock_jump_changes_nothing(jump: float) -> None:
     assert found.seconds == pytest.approx(goodput_of(KILLED, rows(20, 2.0, 0.5), EPOCH + 89).seconds)
 
 
-KINDS = ["generation", "start", "restored", "compiled", "checkpoint", "evaluation", "failure", "end", "lost", "stopped"]
+KINDS = [
+    "generation",
+    "start",
+    "restored",
+    "compiled",
+    "checkpoint",
+    "evaluation",
+    "failure",
+    "end",
+    "lost",
+    "stopped",
+    "rollback",
+]
 
 
 @settings(max_examples=300)
@@ -123,7 +146,7 @@ KINDS = ["generation", "start", "restored", "compiled", "checkpoint", "evaluatio
             lambda wall, mono, boot, kind, step, seconds: {
                 "time": wall, "mono": mono, "boot": boot, "kind": kind, "step": step, "seconds": seconds,
                 "blocked_s": seconds, "since_s": seconds, "ago_s": seconds, "cause": "stuck", "began": wall - seconds,
-                "written": wall - seconds, "status": 0,
+                "written": wall - seconds, "to": step // 2, "status": 0,
             },
             st.floats(0, 1e4), st.floats(0, 1e4), st.sampled_from(["a", "b", None]), st.sampled_from(KINDS),
             st.integers(0, 30), st.floats(0, 1e3),
@@ -145,7 +168,7 @@ def test_the_verb_prints_the_table_and_json(tmp_path: Path, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["share"]["productive"] == pytest.approx(30 / 89)
     assert main(["report", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "goodput 33.7 %: 20 steps, 5 of them trained again; 1 restarts" in text and "SIGKILL" in text
+    assert "goodput 33.7 %: 20 steps and 5 that were undone; 1 restarts" in text and "SIGKILL" in text
     (tmp_path / "empty").mkdir()
     assert main(["report", str(tmp_path / "empty")]) == 2 and "has no start in" in capsys.readouterr().err
 
