@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxtrain.config import StoppedError
+from jaxtrain.config import CorruptionError, StoppedError
 from jaxtrain.launch.signals import Signals
 from jaxtrain.launch.watchdog import Limits, RankStatus, explain_stuck, find_culprits, typical_seconds
 from jaxtrain.launch.worker import Worker
@@ -22,6 +23,9 @@ DUMP_S = 1.5
 STUCK = 14
 """Exit status of a job whose processes the supervisor ended: a rank was stuck, or a node was cut off."""
 SAVED = StoppedError.status
+WRONG_BITS = "wrong bits on"
+UNKILLABLE_S = 30.0
+"""Seconds after SIGKILL in which a process must be gone."""
 POLL_S = 0.05
 WATCH_S = 0.5
 
@@ -110,6 +114,7 @@ class Generation:
         self._workers: list[Worker] = []
         self._outcome: Outcome | None = None
         self._deadline: float | None = None
+        self._killed: float | None = None
         self._awake = self._watched = time.monotonic()
         self._excused = self._failed = 0.0
 
@@ -123,14 +128,13 @@ class Generation:
             with self._signals.to(self._workers):
                 self._start()
                 # A list, not a generator: every worker is polled.
-                while None in [worker.poll() for worker in self._workers]:
+                while None in [worker.poll() for worker in self._workers] and not self._hopeless():
                     self._check()
                     time.sleep(POLL_S)
                 self._check()
         finally:
-            for worker in self._workers:
-                worker.close()
-        return self._result()
+            ended = [worker.close(0.1 if self._hopeless() else UNKILLABLE_S) for worker in self._workers]
+        return self._result(all(ended))
 
     def _start(self) -> None:
         place = self._place
@@ -159,7 +163,12 @@ class Generation:
                 self._watch()
         limits = [moment for moment in (self._deadline, self._signals.deadline) if moment is not None]
         if limits and now >= min(limits):
+            self._killed = self._killed or now
             self._send(signal.SIGKILL)
+
+    def _hopeless(self) -> bool:
+        """Whether processes were killed and do not end: they wait in the kernel."""
+        return self._killed is not None and time.monotonic() > self._killed + UNKILLABLE_S
 
     def _watch(self) -> None:
         statuses = self._statuses()
@@ -224,12 +233,17 @@ class Generation:
             f"process {worker.rank} of {self._place.processes} ended with status {code}{killed} on {self._job.host} "
             f"in {where.where()}; its last lines:\n{lines}"
         )
-        return Outcome(
+        outcome = Outcome(
             code, cause, worker.rank, self._job.host, status.step, status.phase, seconds, message,
             signature=worker.tail[-1] if worker.tail else "", ago=time.monotonic() - worker.ended,
         )  # fmt: skip
+        return name_corrupt(outcome, worker.tail) if code == CorruptionError.status else outcome
 
-    def _result(self) -> Outcome:
+    def _result(self, ended: bool) -> Outcome:
+        if not ended:
+            left = ", ".join(f"process {worker.rank}" for worker in self._workers if worker.status is None)
+            final = f"{left} on {self._job.host} did not end after SIGKILL: it waits in the kernel, often for storage"
+            self._outcome = dataclasses.replace(self._outcome or Outcome(STUCK, "stuck"), final=final)
         if self._outcome is None:
             return Outcome(0, signalled=self._signals.deadline is not None)
         others = [
@@ -250,6 +264,23 @@ def stuck_outcome(statuses: Sequence[RankStatus]) -> Outcome:
         STUCK, "stuck", first.rank, first.host, first.step, first.phase, first.seconds, explain_stuck(statuses),
         signature=first.phase,
     )  # fmt: skip
+
+
+def name_corrupt(outcome: Outcome, lines: Iterable[str]) -> Outcome:
+    """The outcome with the process whose devices computed wrong bits, where its lines name exactly one.
+
+    All processes print the same (train/replay.py), and any of them may have ended first.
+    """
+    devices = {match[1] for line in lines if (match := re.search(r"differs (?:from its replicas )?on (.+)$", line))}
+    named = {_PROCESS.sub(r"process \1 (\2)", where) for where in devices}
+    if len(named) != 1 or ", device" in (where := named.pop()):
+        return outcome
+    found = _PROCESS.search(next(iter(devices)))
+    rank, host = (int(found[1]), found[2]) if found else (outcome.rank, outcome.host)
+    return dataclasses.replace(outcome, rank=rank, host=host, cause=f"{WRONG_BITS} {where}")
+
+
+_PROCESS = re.compile(r"process (\d+) \((\S+) pid \d+\)")
 
 
 def _signal_name(number: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtrain.config import ConfigError, CorruptionError, DivergedError, StoppedError
-from jaxtrain.launch.generation import Outcome
+from jaxtrain.launch.generation import WRONG_BITS, Outcome
 
 RESTARTS = 10
 LONGEST_WAIT_S = 60.0
@@ -50,11 +50,10 @@ class RestartPolicy:
         """What follows a generation that ended by a failure."""
         if outcome.status in FINAL or outcome.final or outcome.signalled or self._budget == 0:
             return Decision(False, 0.0, outcome.final or FINAL.get(outcome.status, ""))
-        host = outcome.host or "an unknown host"
         if outcome.status == CorruptionError.status:
-            self._corrupt[host] += 1
-            if self._corrupt[host] > 1:
-                return Decision(False, 0.0, f"{host} was found to compute wrong bits twice: replace it")
+            self._corrupt[outcome.cause] += 1
+            if outcome.cause.startswith(WRONG_BITS) and self._corrupt[outcome.cause] > 1:
+                return Decision(False, 0.0, f"{outcome.cause} for the second time: replace it")
         checkpoint, top = self._newest_checkpoint(), outcome.top_step
         if checkpoint > self._best[0] or top > self._best[1]:
             self._in_a_row = []

@@ -72,13 +72,20 @@ class Worker:
             return file.read().rpartition(")")[2].split()[0] in ("T", "t")
         return False
 
-    def close(self) -> None:
-        """Kill what still runs, and wait until its output is forwarded."""
+    def close(self, timeout: float = 30.0) -> bool:
+        """Kill what still runs, and wait until its output is forwarded; False if it does not end in `timeout` seconds.
+
+        A process that waits in the kernel, for storage that went away, cannot be killed.
+        """
         self.send(signal.SIGKILL)
-        self.process.wait()
+        try:
+            self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
         self.poll()
         self.reader.join(timeout=5)
         self._record.close()
+        return True
 
     def _note_end(self) -> None:
         self.process.wait()

@@ -140,6 +140,7 @@ def test_a_killed_worker_starts_all_nodes_again_at_another_coordinator(job: Job)
     assert "process 2 of 3 ended with status 137" in job.output(0)
 
 
+@pytest.mark.prove
 def test_a_killed_supervisor_of_node_1_is_replaced(job: Job) -> None:
     job.start(0)
     job.start(1)
@@ -166,6 +167,7 @@ def test_a_killed_supervisor_of_node_0_is_replaced(job: Job) -> None:
     assert "node 1 has lost the rendezvous" in job.output(1)
 
 
+@pytest.mark.prove
 def test_a_node_that_is_cut_off_ends_the_generation_on_both_sides_in_time(job: Job) -> None:
     job.start(0, timeout=2)
     job.start(1, timeout=2)
@@ -182,6 +184,7 @@ def test_a_node_that_is_cut_off_ends_the_generation_on_both_sides_in_time(job: J
     assert "no word for 2 s" in job.output(0)
 
 
+@pytest.mark.prove
 def test_the_rank_that_all_nodes_wait_for_is_named(job: Job) -> None:
     job.start(0)
     job.start(1)
@@ -207,6 +210,7 @@ def test_signals_to_the_launchers_end_the_job(job: Job) -> None:
     assert len(job.ranks(0)) == len(job.ranks(1)) == 1
 
 
+@pytest.mark.prove
 def test_another_job_and_a_second_holder_of_a_rank_are_refused(job: Job) -> None:
     job.start(0)
     job.start(1)

@@ -15,13 +15,15 @@ from typing import Any, get_args
 import pytest
 
 from jaxtrain.config.settings import WatchdogConfig
-from jaxtrain.launch.generation import Generation, Job, Outcome, Place
+from jaxtrain.launch import generation
+from jaxtrain.launch.generation import Generation, Job, Outcome, Place, name_corrupt
 from jaxtrain.launch.heartbeat import KEPT, PHASES, Record, Status
 from jaxtrain.launch.local import launch
 from jaxtrain.launch.restarts import RestartPolicy
 from jaxtrain.launch.signals import Signals
 from jaxtrain.launch.stragglers import Stragglers
 from jaxtrain.launch.watchdog import FIRST_S, FLOOR_S, Limits, RankStatus, explain_stuck, find_culprits
+from jaxtrain.launch.worker import Worker
 
 # A trainer of a few lines: steps of 10 ms, phases reported as the loop does.
 TRAINER = """
@@ -140,12 +142,36 @@ def test_the_budget_counts_restarts_without_progress() -> None:
     assert not RestartPolicy(0).after(failed()).restart
 
 
-def test_a_host_that_computes_wrong_bits_twice_ends_the_job() -> None:
+def test_a_device_that_computes_wrong_bits_twice_ends_the_job() -> None:
+    def corrupt(step: int, *where: str) -> Outcome:
+        lines = [f"  params/embed/tokens, computed twice, differs on {text}" for text in where]
+        return name_corrupt(failed(4, step=step), ["step 5 is not saved", *lines, "the same command resumes"])
+
     policy = RestartPolicy(20)
-    assert policy.after(failed(4, step=10)).restart
-    assert policy.after(failed(4, step=20, host="node2")).restart
-    decision = policy.after(failed(4, step=30))
-    assert not decision.restart and "node1" in decision.why
+    first = corrupt(10, "device 5 of process 1 (node1 pid 77)", "device 5 of process 1 (node1 pid 77)")
+    assert (first.rank, first.host, first.cause) == (1, "node1", "wrong bits on device 5 of process 1 (node1)")
+    assert policy.after(first).restart
+    assert policy.after(corrupt(20, "device 9 of process 2 (node2 pid 5)")).restart
+    # Without a majority, all holders are named, and none is blamed.
+    several = "device 1 of process 0 (node0 pid 3), device 5 of process 1 (node1 pid 78)"
+    assert corrupt(30, several).cause == "exit status 4"
+    assert policy.after(corrupt(30, several)).restart and policy.after(corrupt(40, several)).restart
+    decision = policy.after(corrupt(50, "device 5 of process 1 (node1 pid 99)"))
+    assert not decision.restart and "device 5 of process 1 (node1) for the second time" in decision.why
+
+
+def test_a_process_that_cannot_be_killed_is_reported(trainer: Any, monkeypatch: Any, capfd: Any) -> None:
+    def ignored(worker: Worker, number: int) -> None:
+        pass
+
+    # As a process that waits in the kernel does.
+    monkeypatch.setattr(Worker, "signal_group", ignored)
+    monkeypatch.setattr(generation, "UNKILLABLE_S", 0.5)
+    events = Events()
+    command = trainer("print('pid', os.getpid(), flush=True); sys.exit(13) if rank == 0 else time.sleep(30)")
+    assert launch(command, 2, settle=0.2, restarts=5, record=events) == 13
+    assert "process 1 on" in events.of("gave_up")[0]["cause"]
+    os.kill(int(re.findall(r"^\[1\] pid (\d+)", capfd.readouterr().out, re.M)[0]), signal.SIGKILL)
 
 
 HANGS = {
@@ -156,7 +182,9 @@ HANGS = {
 }
 
 
-@pytest.mark.parametrize("kind", HANGS)
+@pytest.mark.parametrize(
+    "kind", ["native", pytest.param("input", marks=pytest.mark.prove), pytest.param("stopped", marks=pytest.mark.prove)]
+)
 def test_a_stuck_rank_is_named_with_its_stack_and_the_job_starts_again(trainer: Any, kind: str, capfd: Any) -> None:
     body, phase, words = HANGS[kind]
     command = trainer(
