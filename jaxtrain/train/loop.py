@@ -124,7 +124,7 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
             report_phase("input", run.step + 1)
             batch, wait = run.feed.next(phases.phase)
             report_phase("step", run.step + 1)
-            run.state, metrics = phases.train_step(run.state, batch)
+            run.state, metrics = phases.train_step(run.state, batch, run.step + 1)
             counters.step += 1
             recorder.push(run.step, metrics, wait)
             due = [hook for hook in hooks if hook.due(run)]

@@ -13,6 +13,7 @@ from jaxtrain.launch.coordination import wait_for_all
 from jaxtrain.launch.heartbeat import report_phase
 from jaxtrain.observe.meter import Meter
 from jaxtrain.train.guard import abstract_history
+from jaxtrain.train.replay import Replay
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.state import TrainState
 from jaxtrain.train.step import Batch, compile_step
@@ -27,6 +28,7 @@ class PhaseSteps:
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
         self.phase = -1
+        self._replay: Replay | None = None
         self.compiled_at = 0
         """Steps done when the current phase was compiled: the next step also warms up."""
         self.compile_s = 0.0
@@ -41,7 +43,10 @@ class PhaseSteps:
         begin, bound = time.perf_counter(), self._bound
         self.phase, self.compiled_at = phase_at(bound.phases, done), done
         state = bound.abstract | abstract_history(bound.config.guard, bound.mesh)
-        self._train_step = compile_step(bound.step, state, bound.phase_batch(self.phase))
+        batch, self._replay = bound.phase_batch(self.phase), None
+        self._train_step = compile_step(bound.step, state, batch)
+        if (every := bound.config.guard.replay_every) is not None:
+            self._replay = Replay(compile_step(bound.step, state, batch, donate=False), every)
         self.compile_s += time.perf_counter() - begin
         self.meters[self.phase] = self._new_meter(self.phase)
         report_phase("barrier", done)
@@ -69,8 +74,10 @@ class PhaseSteps:
             jax.config.jax_default_matmul_precision,
         )
 
-    def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One optimizer step; the state is donated."""
+    def train_step(self, state: TrainState, batch: Batch, number: int) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The step of a number from 1; the state is donated. Raises CorruptionError where a replay finds other bits."""
+        if self._replay is not None and self._replay.due(number):
+            return self._replay(state, batch, number)
         return self._train_step(state, batch)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxtrain.data import Corpus
 from jaxtrain.mesh.param import show_axes
 from jaxtrain.train.resolve import Bound
+from jaxtrain.train.state import state_bytes_per_device
 
 
 def startup_report(bound: Bound, corpus: Corpus) -> list[str]:
@@ -43,5 +44,24 @@ def startup_report(bound: Bound, corpus: Corpus) -> list[str]:
             if bound.step.counts_first(shape.accumulation)
         ),
         f"corpus: {numbers}",
+        *replay_notes(bound),
         *(f"layout: {note}" for note in bound.notes),
     ]
+
+
+def replay_notes(bound: Bound) -> list[str]:
+    """What guard.replay_every costs and covers here."""
+    guard, every = bound.config.guard, bound.config.checkpoint.every
+    if guard.replay_every is None:
+        return []
+    size = sum(state_bytes_per_device(bound.abstract).values())
+    lines = [
+        f"replay: one step in {guard.replay_every} is computed twice and compared on all devices (guard.replay_every); "
+        f"it holds a second state, {size:,} bytes more on each device"
+    ]
+    if every is not None and every % guard.replay_every:
+        lines.append(
+            f"replay: checkpoint.every {every} is no multiple of guard.replay_every {guard.replay_every}: checkpoints "
+            "between replays are not compared before they are saved"
+        )
+    return lines

@@ -342,15 +342,16 @@ def jit_evaluate(step: Step) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return jax.jit(step.evaluate, compiler_options=compiler_options({}, step.mesh) or None)
 
 
-def compile_step(step: Step, abstract: TrainState, batch: Batch) -> jax.stages.Compiled:
+def compile_step(step: Step, abstract: TrainState, batch: Batch, donate: bool = True) -> jax.stages.Compiled:
     """Compile `Step.train_step` for these shapes and shardings, with the xla options; a mismatch is an error."""
     options = compiler_options(step.config.xla, step.mesh)
-    return lower_step(step, abstract, batch).compile(compiler_options=options or None)
+    return lower_step(step, abstract, batch, donate).compile(compiler_options=options or None)
 
 
-def lower_step(step: Step, abstract: TrainState, batch: Batch) -> jax.stages.Lowered:
-    """`Step.train_step` traced and lowered for these shapes and shardings, the state donated."""
+def lower_step(step: Step, abstract: TrainState, batch: Batch, donate: bool = True) -> jax.stages.Lowered:
+    """`Step.train_step` traced and lowered for these shapes and shardings; the state is donated unless told not to."""
     replicated = NamedSharding(step.mesh, PartitionSpec())
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    jitted = jax.jit(step.train_step, donate_argnums=0, out_shardings=(shardings, replicated))
+    donated = 0 if donate else ()
+    jitted = jax.jit(step.train_step, donate_argnums=donated, out_shardings=(shardings, replicated))
     return jitted.lower(abstract, batch)
