@@ -6,6 +6,7 @@ import contextlib
 import math
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 
 from jaxtrain.checkpoint import CheckpointReader, Checkpoints, gather_json
 from jaxtrain.checkpoint.order import CheckpointOrder
-from jaxtrain.config import ConfigError, RunConfig, validate
+from jaxtrain.config import ConfigError, DivergedError, RunConfig, validate
 from jaxtrain.config.load import apply_overrides, read_yaml
 from jaxtrain.config.paths import require_local
 from jaxtrain.data import Corpus, TextTokenizer, open_stream, prepare, resolve_virtual_shards, shards_of_rows
@@ -24,7 +25,9 @@ from jaxtrain.hub.folder import read_json
 from jaxtrain.hub.load import describe_folder, load
 from jaxtrain.hub.save import Dtype, new_folder, save, write_json
 from jaxtrain.launch.coordination import wait_for_all
+from jaxtrain.mesh.layout import flatten_paths
 from jaxtrain.observe.environment import environment
+from jaxtrain.optim import all_finite
 from jaxtrain.train.agreement import agree_on_start
 from jaxtrain.train.batch import owned_rows
 from jaxtrain.train.reading import bind_here, run_config
@@ -165,8 +168,15 @@ def _restore_weights(run: Path, config: RunConfig, setup: Bound) -> tuple[int, A
     restored = CheckpointReader(run / "checkpoints").restore(CheckpointOrder(setup).params_layout, subset=True)
     if restored is None:
         raise ConfigError(f"{run} has no checkpoint: train it first")
+    params = restored.state["params"]
+    finite = jax.device_get(jax.jit(partial(jax.tree.map, all_finite))(params))
+    if bad := [path for path, fine in flatten_paths(finite).items() if not fine]:
+        raise DivergedError(
+            f"the weights of step {restored.step} of {run} are not finite ({', '.join(bad[:4])}) and are not exported: "
+            "remove that checkpoint to export the one before"
+        )
     tokenizer = tokenizer_of_run(run, config, restored.meta["tokenizer"])
-    return restored.step, restored.state["params"], tokenizer
+    return restored.step, params, tokenizer
 
 
 def _special_tokens(tokenizer: TextTokenizer) -> Json:

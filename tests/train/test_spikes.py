@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtrain.checkpoint import CheckpointReader
+from jaxtrain.checkpoint import CheckpointReader, Checkpoints
+from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import DivergedError, GuardConfig, RunConfig, replace, validate
 from jaxtrain.data import prepare
+from jaxtrain.hub.runs import export_run
 from jaxtrain.observe.events import read_events
 from jaxtrain.train.guard import is_spike, new_history, next_history
 from jaxtrain.train.loop import train
 from jaxtrain.train.losses import LOSSES, HeadInputs, cross_entropy_loss
+from jaxtrain.train.resolve import bind
 from jaxtrain.train.run import Run
 
 MARK = "~"
@@ -161,3 +165,20 @@ def test_an_overflow_of_the_update_is_not_applied_and_the_run_ends_with_status_3
     with pytest.raises(DivergedError, match="the state after step 4 is not finite and is not saved"):
         train(config, tmp_path / "nan", quiet=True, hooks=[Poison(3)])
     assert not list((tmp_path / "nan" / "checkpoints").iterdir())
+
+
+def test_weights_that_are_not_finite_are_not_exported(config: RunConfig, tmp_path: Path) -> None:
+    short = replace(config, "train.steps=2", "train.loss=cross_entropy")
+    train(short, tmp_path / "run", quiet=True)
+    assert export_run(tmp_path / "run", tmp_path / "good")["update"] == 2
+    # Written past the checks of the loop, as by an older version.
+    folder, order = tmp_path / "run" / "checkpoints", CheckpointOrder(bind(short))
+    found = CheckpointReader(folder).restore(order.checkpoint_layout)
+    assert found is not None
+    embed = found.state["params"]["embed"]
+    embed["tokens"] = embed["tokens"].at[0, 0].set(jnp.inf)
+    with contextlib.closing(Checkpoints(folder, short.checkpoint)) as checkpoints:
+        checkpoints.save(3, found.state, found.data, found.meta)
+    with pytest.raises(DivergedError, match=r"weights of step 3 of .* are not finite \(embed/tokens\)"):
+        export_run(tmp_path / "run", tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
