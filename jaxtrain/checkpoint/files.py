@@ -6,6 +6,7 @@ data position, metadata, the digest and shape of every leaf, and a hash of the r
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -83,6 +84,16 @@ def sync_files(folder: Path, deep: bool = True) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def release_memory() -> None:
+    """Give freed memory back to the system, after each save and each part of a restore.
+
+    Both allocate in new threads. glibc keeps what they free in up to eight arenas a core, and fills them one after the
+    other: without this call the resident memory grows for hundreds of saves.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def read_patiently[T](read: Callable[[], T], what: str) -> T:

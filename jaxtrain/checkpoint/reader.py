@@ -27,6 +27,7 @@ from jaxtrain.checkpoint.files import (
     list_steps,
     read_patiently,
     read_record,
+    release_memory,
 )
 from jaxtrain.config import ConfigError, StorageError
 from jaxtrain.launch.coordination import exchange, process_name
@@ -163,6 +164,8 @@ def read_leaves(folder: Path, wanted: dict[str, Any]) -> dict[str, jax.Array]:
         # Arrays may share memory with the reader, and donated leaves must not.
         read |= {path: jnp.copy(leaves.pop(path)) for path in part}
         jax.block_until_ready([read[path] for path in part])
+        del leaves
+        release_memory()
     return read
 
 

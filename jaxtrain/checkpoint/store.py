@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import itertools
 import logging
 import os
@@ -33,6 +32,7 @@ from jaxtrain.checkpoint.files import (
     describe_error,
     list_steps,
     read_record,
+    release_memory,
     sync_files,
     system_error,
     with_hash,
@@ -245,16 +245,6 @@ class Checkpoints(CheckpointReader):
             f"checkpoint directory {self.directory} cannot be written ({cause}): free space or permit writing and run "
             "the same command again, or choose another run directory"
         )
-
-
-def release_memory() -> None:
-    """Give the memory that a save freed back to the system.
-
-    Every save allocates in new threads. glibc keeps what they free in up to eight arenas a core, and fills them one
-    after the other: without this call the resident memory grows for hundreds of saves.
-    """
-    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
 
 
 def start_writing(folder: Path, leaves: dict[str, Any]) -> list[Any]:

@@ -1,6 +1,6 @@
 """Resident memory of a process that saves checkpoints: after 20, 100 and 200 asynchronous saves of 52 MB.
 
-    python tools/bench/checkpoint_memory.py [SAVES] [MEGABYTES]
+python tools/bench/checkpoint_memory.py [SAVES] [MEGABYTES]
 """
 
 from __future__ import annotations
