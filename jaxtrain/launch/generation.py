@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxtrain.config import CorruptionError, StoppedError
 from jaxtrain.launch.signals import Signals
-from jaxtrain.launch.watchdog import Limits, RankStatus, explain_stuck, find_culprits, typical_seconds
+from jaxtrain.launch.watchdog import Limits, RankStatus, explain_stuck, find_culprits, is_stuck, typical_seconds
 from jaxtrain.launch.worker import Worker
 
 SETTLE_S = 5.0
@@ -108,13 +108,15 @@ class Generation:
         stop: Callable[[], Stop | None] = lambda: None,
         on_failure: Callable[[Outcome], None] = lambda outcome: None,
         on_watch: Callable[[Mapping[int, tuple[float, float]]], None] = lambda times: None,
+        judge: Callable[[Sequence[RankStatus]], bool] = is_stuck,
     ) -> None:
         self._job, self._place, self._signals = job, place, signals
-        self._stop, self._on_failure, self._on_watch = stop, on_failure, on_watch
+        self._stop, self._on_failure, self._on_watch, self._judge = stop, on_failure, on_watch, judge
         self._workers: list[Worker] = []
         self._outcome: Outcome | None = None
         self._deadline: float | None = None
         self._killed: float | None = None
+        self._held: dict[int, float] = {}
         self._awake = self._watched = time.monotonic()
         self._excused = self._failed = 0.0
 
@@ -122,7 +124,7 @@ class Generation:
         """Start the processes and wait for all; the first failure ends the others.
 
         `stop` is asked all the time; `on_failure` is called at once with a failure, before the others have ended;
-        `on_watch` gets (own seconds, step seconds) of each rank now and then.
+        `on_watch` gets (own seconds, step seconds) of each rank now and then; `judge` says whether ranks are stuck.
         """
         try:
             with self._signals.to(self._workers):
@@ -172,7 +174,7 @@ class Generation:
 
     def _watch(self) -> None:
         statuses = self._statuses()
-        if any(status.seconds > status.limit for status in statuses):
+        if statuses and self._judge(statuses):
             self._fail(stuck_outcome(statuses), dump=True)
             return
         times = {}
@@ -219,7 +221,12 @@ class Generation:
         status = worker.read_status()
         seconds = time.monotonic() - max(status.since, self._excused)
         limit = self._job.limits.seconds(status)
-        return RankStatus(worker.rank, self._job.host, status.phase, status.step, seconds, limit, worker.is_stopped())
+        held = None
+        if worker.is_stopped():
+            held = time.monotonic() - self._held.setdefault(worker.rank, time.monotonic())
+        else:
+            self._held.pop(worker.rank, None)
+        return RankStatus(worker.rank, self._job.host, status.phase, status.step, seconds, limit, held)
 
     def _describe_exit(self, worker: Worker) -> Outcome:
         worker.reader.join(timeout=1.0)  # its traceback has arrived

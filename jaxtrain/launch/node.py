@@ -7,8 +7,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 
 from jaxtrain.config import ConfigError, StoppedError
 from jaxtrain.launch.generation import STUCK, Generation, Job, Outcome, Place, Stop
@@ -17,9 +17,12 @@ from jaxtrain.launch.rendezvous import Rendezvous, job_of
 from jaxtrain.launch.restarts import RestartPolicy
 from jaxtrain.launch.signals import Signals
 from jaxtrain.launch.supervisor import Recorder, supervise, tell
+from jaxtrain.launch.watchdog import RankStatus
 
 TOKEN = "JAXTRAIN_JOB_TOKEN"
 """Environment variable: a secret that all nodes of a job share."""
+LOOK_S = 2.0
+"""Seconds between the statuses that node 0 gets."""
 NODE_TIMEOUT_S = 30.0
 NODE_WAIT_S = 600.0
 
@@ -122,9 +125,10 @@ class _Session:
         self._inbox: queue.Queue[Message] = queue.Queue()
         self._stop: Stop | None = None
         self._times: Mapping[int, tuple[float, float]] = {}
+        self._seen: tuple[int, Sequence[RankStatus]] = (0, ())
         self._closed = threading.Event()
         link.start(self._receive, self._lose)
-        threading.Thread(target=self._ping, args=(timeout / PINGS,), daemon=True).start()
+        threading.Thread(target=self._ping, args=(min(timeout / PINGS, LOOK_S),), daemon=True).start()
 
     def follow(self) -> int | None:
         """Run what the rendezvous starts; the job's exit status, or None where the connection was lost."""
@@ -153,9 +157,15 @@ class _Session:
         self._link.close()
 
     def _run(self, place: Place) -> Outcome:
+
+        def keep(statuses: Sequence[RankStatus]) -> bool:
+            # Node 0 judges: whom these ranks wait for may be on another node.
+            self._seen = (place.generation, statuses)
+            return False
+
         generation = Generation(
             self._job, place, self._signals, lambda: self._stop,
-            on_failure=self._tell_failure, on_watch=self._watch,
+            on_failure=self._tell_failure, on_watch=self._watch, judge=keep,
         )  # fmt: skip
         try:
             return generation.run()
@@ -184,4 +194,6 @@ class _Session:
 
     def _ping(self, every: float) -> None:
         while not self._closed.wait(every):
-            self._link.send({"ping": self._times})
+            number, statuses = self._seen
+            seen = [asdict(status) for status in statuses]
+            self._link.send({"ping": self._times, "generation": number, "statuses": seen})

@@ -20,6 +20,7 @@ from jaxtrain.launch.generation import SETTLE_S, STUCK, Outcome, stuck_outcome
 from jaxtrain.launch.messages import PINGS, Link, Message
 from jaxtrain.launch.ports import free_port
 from jaxtrain.launch.stragglers import Stragglers
+from jaxtrain.launch.watchdog import RankStatus, is_stuck
 
 HELLO_S = 10.0
 
@@ -37,6 +38,7 @@ class _Member:
     ended: Outcome | None = None
     lost: str | None = None
     times: dict[int, tuple[float, float]] = field(default_factory=dict)
+    statuses: list[RankStatus] = field(default_factory=list)
 
 
 class Rendezvous:
@@ -56,7 +58,7 @@ class Rendezvous:
         self._failures: list[tuple[float, Outcome]] = []
         self._changed = threading.Condition()
         self._leaving, self._closed = threading.Event(), threading.Event()
-        self._not_before = 0.0
+        self._not_before, self._number = 0.0, 0
         self._stragglers = Stragglers(record)
         try:
             family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
@@ -75,11 +77,11 @@ class Rendezvous:
         if isinstance(members, Outcome):
             return members
         with self._changed:
-            self._failures = []
+            self._failures, self._number = [], number
             total, first = sum(member.processes for member in members), 0
             coordinator = f"{self._host}:{free_port(self._host)}"
             for member in members:
-                member.running, member.ended, member.times = True, None, {}
+                member.running, member.ended, member.times, member.statuses = True, None, {}, []
                 place = {"coordinator": coordinator, "processes": total, "first_rank": first, "generation": number}
                 member.link.send({"start": place})
                 first += member.processes
@@ -89,15 +91,29 @@ class Rendezvous:
                 self._changed.wait(0.5)
                 failure = min(self._failures, key=lambda pair: pair[0])[1] if self._failures else None
                 waiting = [member for member in members if member.ended is None and member.lost is None]
+                if failure is None and len(waiting) == len(members):
+                    failure = self._judge(members)
                 times = {rank: pair for member in members for rank, pair in member.times.items()}
             if not waiting:
                 return self._merge(members, failure)
             if failure is not None and not stopped:
                 stopped = True
-                stop = {"why": f"node of {failure.host}: {failure.cause}", "dump": failure.cause == "stuck"}
+                stuck = failure.cause == "stuck"
+                stop = {"why": failure.message if stuck else f"{failure.cause} on {failure.host}", "dump": stuck}
                 for member in waiting:
                     member.link.send({"stop": stop})
             self._stragglers.look(times, {rank: member.host for member in members for rank in member.times})
+
+    def _judge(self, members: list[_Member]) -> Outcome | None:
+        """The rank that all nodes wait for, if it is stuck; as soon as every node has reported its ranks."""
+        if not all(member.statuses for member in members):
+            return None
+        statuses = [status for member in members for status in member.statuses]
+        if not is_stuck(statuses):
+            return None
+        outcome = stuck_outcome(statuses)
+        self._failures.append((time.monotonic(), outcome))
+        return outcome
 
     def wait(self, seconds: float) -> bool:
         """Sleep; True, early, when a node was told to stop."""
@@ -208,6 +224,8 @@ class Rendezvous:
                 member.ended, member.running = Outcome.from_json(message["ended"]), False
             if "ping" in message:
                 member.times = {int(rank): (float(a), float(b)) for rank, (a, b) in message["ping"].items()}
+                current = message.get("generation") == self._number
+                member.statuses = [RankStatus(**status) for status in message["statuses"]] if current else []
             if "leave" in message:
                 self._leaving.set()
             self._changed.notify_all()

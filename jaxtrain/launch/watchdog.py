@@ -14,6 +14,9 @@ FACTOR = 2.0
 SAMPLES = 5
 """Own times in a phase from which on they count; before, the phase's first limit holds."""
 
+HELD_S = 60.0
+"""Seconds after which a rank that a signal holds is stuck in any phase: it does not come back by itself."""
+
 FIRST_S = {
     "start": 600.0, "join": 400.0, "data": 7200.0, "restore": 3600.0, "compile": 3600.0, "input": 600.0, "step": 900.0,
     "evaluation": 1800.0, "checkpoint": 1800.0, "barrier": 22200.0, "end": 1800.0,
@@ -54,12 +57,12 @@ class RankStatus:
     step: int | None
     seconds: float
     limit: float
-    stopped: bool = False
-    """Held by a signal."""
+    held: float | None = None
+    """Seconds for which a signal (SIGSTOP) has held it, None where none does."""
 
     def describe(self) -> str:
         """'rank 3 (node1) is in input of step 12 since 40 s'."""
-        held = ", held by a signal (SIGSTOP)" if self.stopped else ""
+        held = "" if self.held is None else ", held by a signal (SIGSTOP)"
         return f"rank {self.rank} ({self.host}) is in {self.where()} since {self.seconds:.0f} s{held}"
 
     def where(self) -> str:
@@ -72,14 +75,22 @@ class RankStatus:
 def find_culprits(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """The ranks that the others wait for: held by a signal, else behind the others by step and phase.
 
-    Collectives make every rank wait for the slowest, so the rank whose time ran out first is often a victim. All are
-    returned where none is behind.
+    All are returned where none is behind.
     """
-    stopped = [status for status in statuses if status.stopped]
-    if stopped:
-        return stopped
+    held = [status for status in statuses if status.held is not None]
+    if held:
+        return held
     first = min(map(_position, statuses))
     return [status for status in statuses if _position(status) == first]
+
+
+def is_stuck(statuses: Sequence[RankStatus]) -> bool:
+    """Whether a rank that the others wait for is over its limit, or a signal has held it for HELD_S seconds.
+
+    The limits of the others do not count: collectives and barriers make them wait for one that may still compile,
+    restore or save within its own limit.
+    """
+    return any(status.seconds > status.limit or (status.held or 0.0) > HELD_S for status in find_culprits(statuses))
 
 
 def explain_stuck(statuses: Sequence[RankStatus]) -> str:

@@ -67,9 +67,9 @@ class Worker:
         return found or Status("start", None, self.started, self.process.pid, {})
 
     def is_stopped(self) -> bool:
-        """Whether a signal (SIGSTOP) or a debugger holds the process (Linux)."""
+        """Whether a signal (SIGSTOP) holds the process (Linux)."""
         with suppress(OSError), open(f"/proc/{self.process.pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("T", "t")
+            return file.read().rpartition(")")[2].split()[0] == "T"
         return False
 
     def close(self, timeout: float = 30.0) -> bool:

@@ -22,7 +22,7 @@ from jaxtrain.launch.local import launch
 from jaxtrain.launch.restarts import RestartPolicy
 from jaxtrain.launch.signals import Signals
 from jaxtrain.launch.stragglers import Stragglers
-from jaxtrain.launch.watchdog import FIRST_S, FLOOR_S, Limits, RankStatus, explain_stuck, find_culprits
+from jaxtrain.launch.watchdog import FIRST_S, FLOOR_S, Limits, RankStatus, explain_stuck, find_culprits, is_stuck
 from jaxtrain.launch.worker import Worker
 
 # A trainer of a few lines: steps of 10 ms, phases reported as the loop does.
@@ -225,8 +225,8 @@ def test_the_limit_follows_the_own_times_of_a_rank() -> None:
     assert set(get_args(get_args(WatchdogConfig.model_fields["floors"].annotation)[0])) == set(PHASES)
 
 
-def rank(number: int, phase: str, step: int | None, seconds: float = 70.0, stopped: bool = False) -> RankStatus:
-    return RankStatus(number, f"node{number // 2}", phase, step, seconds, 60.0, stopped)
+def rank(number: int, phase: str, step: int | None, seconds: float = 70.0, held: float | None = None) -> RankStatus:
+    return RankStatus(number, f"node{number // 2}", phase, step, seconds, 60.0, held)
 
 
 def test_the_rank_behind_the_others_is_the_culprit() -> None:
@@ -235,8 +235,19 @@ def test_the_rank_behind_the_others_is_the_culprit() -> None:
     assert text == "rank 3 (node1) is in input of step 12 since 70 s (limit 60 s); the others wait in step 12"
     assert [status.rank for status in find_culprits([*waiting, rank(3, "evaluation", 11)])] == [3]
     assert [status.rank for status in find_culprits([*waiting, rank(3, "data", None)])] == [3]
-    assert [status.rank for status in find_culprits([*waiting, rank(3, "step", 12, stopped=True)])] == [3]
+    assert [status.rank for status in find_culprits([*waiting, rank(3, "step", 12, held=1.0)])] == [3]
     assert "all ranks are stuck, none is behind" in explain_stuck(waiting)
+
+
+def test_the_limit_of_the_rank_that_the_others_wait_for_counts() -> None:
+    waiting = [rank(i, "barrier", None) for i in (0, 1, 2)]
+    assert not is_stuck([*waiting, rank(3, "data", None, 59.0)])
+    assert is_stuck([*waiting, rank(3, "data", None, 61.0)]) and is_stuck(waiting)
+    assert not is_stuck([rank(0, "step", 12), rank(3, "checkpoint", 11, 59.0)])
+    assert not is_stuck([rank(0, "step", 12, 5.0), rank(3, "step", 12, 5.0)])
+    # A signal holds it within the limit of its phase.
+    assert not is_stuck([rank(0, "step", 12), rank(3, "checkpoint", 12, 59.0, held=59.0)])
+    assert is_stuck([rank(0, "step", 12, 5.0), rank(3, "checkpoint", 12, 59.0, held=61.0)])
 
 
 def test_a_record_keeps_the_newest_durations_and_is_read_by_others() -> None:
