@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.mesh.layout import flatten_paths
 
+BLOCK = 1 << 20
 WORD_DTYPES = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
@@ -50,6 +51,19 @@ def _device_digester(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> Any:
 
     rows = PartitionSpec(mesh.axis_names)
     return jax.jit(jax.shard_map(row, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False))
+
+
+def digest_array(array: np.ndarray) -> int:
+    """The digest of one array in host memory, in blocks of about a million words."""
+    size = min(array.dtype.itemsize, 4)
+    words = np.ascontiguousarray(array).reshape(-1).view({1: np.uint8, 2: np.uint16, 4: np.uint32}[size])
+    total = 0
+    for begin in range(0, words.size, BLOCK):
+        block = words[begin : begin + BLOCK].astype(np.uint64)
+        position = np.arange(begin, begin + block.size, dtype=np.uint64) & 0xFFFFFFFF
+        weight = ((position ^ (position >> 15)) * np.uint64(0x9E3779B2) + np.uint64(1)) & np.uint64(0xFFFFFFFF)
+        total += int(np.sum((block * weight) & np.uint64(0xFFFFFFFF), dtype=np.uint64))
+    return total % 2**32
 
 
 def flatten_state(tree: Any) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from jaxtrain.config import ConfigError, load_config
 
 @dataclass(frozen=True, config=VERB)
 class Inspect(Verb):
-    """Show how a configuration is sharded over a mesh. The devices need not exist."""
+    """Show how a configuration is sharded over a mesh, whose devices need not exist, or what a checkpoint holds."""
 
     config: Config
-    """YAML file, name of a shipped configuration, or a run directory."""
+    """YAML file, name of a shipped configuration, a run directory, or a checkpoint (RUN/checkpoints/STEP)."""
     devices: int | None = None
     """Number of devices; default those of --cluster, or of this machine."""
     cluster: str | None = None
@@ -39,6 +39,8 @@ class Inspect(Verb):
 
     def __call__(self, overrides: Sequence[str]) -> int:
         """Print the tables."""
+        if Path(self.config).name.isdecimal() and Path(self.config).is_dir():
+            return self._show_checkpoint()
         if self.schedule or self.schedule_svg:
             return self._show_schedule(overrides)
         from jaxtrain.inspect import inspect
@@ -52,6 +54,31 @@ class Inspect(Verb):
         else:
             shown.print(Console())
         return 0
+
+    def _show_checkpoint(self) -> int:
+        from jaxtrain.checkpoint import inspect_checkpoint
+        from jaxtrain.report.tables import FittedTable, format_bytes
+
+        found = inspect_checkpoint(Path(self.config))
+        if self.json:
+            print_json(found)
+        else:
+            rows = [
+                (
+                    path,
+                    entry["array"],
+                    format_bytes(entry["bytes"]),
+                    "-" if entry["norm"] is None else f"{entry['norm']:.6g}",
+                    "holds" if entry["intact"] else entry.get("error", "altered bytes"),
+                )
+                for path, entry in found["arrays"].items()
+            ]
+            verdict = "every digest holds" if found["intact"] else "DAMAGED"
+            title = f"checkpoint of step {found['step']}: {format_bytes(found['bytes'])}, {verdict}"
+            console = Console()
+            console.print(FittedTable(("array", "shape", "bytes", "norm", "digest"), rows, title))
+            console.print_json(data={key: value for key, value in found["meta"].items() if key != "config"})
+        return 0 if found["intact"] else 1
 
     def _show_schedule(self, overrides: Sequence[str]) -> int:
         from jaxtrain.inspect import inspect_schedule

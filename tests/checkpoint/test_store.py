@@ -23,8 +23,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.checkpoint import CheckpointReader, Checkpoints, digest, files, gather_json
+from jaxtrain.checkpoint import CheckpointReader, Checkpoints, digest, files, gather_json, inspect_checkpoint
+from jaxtrain.checkpoint.digest import digest_array
 from jaxtrain.checkpoint.gather import merge_nested
+from jaxtrain.cli import main
 from jaxtrain.config import CheckpointConfig, ConfigError, StorageError
 
 # The array reader leaves unawaited coroutines when a file is damaged.
@@ -145,6 +147,12 @@ def test_digest_sees_any_flipped_bit(shape, dtype, where, bit, seed):
     altered.reshape(-1)[where % words.size] ^= 1 << bit
     one, other = ({"a": jnp.asarray(w.view(dtype).reshape(shape))} for w in (words, altered))
     assert digest(one) != digest(other)
+
+
+def test_the_digest_in_host_memory_is_that_on_devices():
+    state = {"a": jnp.arange(3_000_000, dtype=jnp.int32).reshape(3, -1), "b": jnp.full((7, 5), 1.5, jnp.bfloat16)}
+    state |= {"c": jnp.array([True, False]), "d": jnp.float32(3), "e": jnp.arange(9, dtype=jnp.int8)}
+    assert {path: digest_array(np.asarray(leaf)) for path, leaf in state.items()} == digest(state)
 
 
 def test_digest_sees_exchanged_elements_and_the_sign_of_zero():
@@ -381,6 +389,25 @@ def test_a_full_disk_is_a_clear_error_and_later_saves_go_on(two):
     again = store(two)
     assert again.restore(abstract(large)).step == 3
     again.close()
+
+
+def test_a_checkpoint_is_inspected_leaf_by_leaf(two, capsys):
+    found, state = inspect_checkpoint(two / "2"), state_of(2)
+    assert (found["step"], found["meta"], found["intact"]) == (2, {**META, "step": 2}, True)
+    assert list(found["arrays"]) == list(digest(state))
+    want = np.linalg.norm(np.asarray(state["params"]["w"], np.float64))
+    entry = found["arrays"]["params/w"]
+    assert entry == {"array": "float32[64, 64]", "bytes": 4 * 64 * 64, "norm": pytest.approx(want), "intact": True}
+    assert found["arrays"]["key"]["norm"] is None
+    row = np.asarray(state["words"])[1].tobytes()
+    for path in (f for f in (two / "2").rglob("*") if f.is_file() and row in f.read_bytes()):
+        flip(path, path.read_bytes().find(row) + 5)
+    assert main(["inspect", str(two / "2"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [path for path, entry in found["arrays"].items() if not entry["intact"]] == ["words"]
+    assert main(["inspect", str(two / "1")]) == 0
+    shown = capsys.readouterr().out
+    assert "params/w" in shown and "float32[64, 64]" in shown and "every digest holds" in shown
 
 
 # errors that say nothing about the content
