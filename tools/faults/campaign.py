@@ -60,7 +60,10 @@ def main(argv: Sequence[str]) -> int:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
     if options.docs:
-        options.docs.write_text(write_page(load(options.out) if options.out else outcomes))
+        known = load(options.out) if options.out else outcomes
+        measured = {(one.group, one.name) for one in known}
+        missing = [f"{group}: {fault.name}" for group, fault in faults() if (group, fault.name) not in measured]
+        options.docs.write_text(write_page(known, missing))
     failed = sum(outcome.result == "failed" for outcome in outcomes)
     print(f"{len(outcomes)} faults, {failed} failed, {sum(o.result == 'not run' for o in outcomes)} not run")
     return 1 if failed else 0

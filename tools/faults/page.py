@@ -14,7 +14,8 @@ from faults.runs import EVERY, LIMIT, STEPS
 INTRODUCTION = """\
 # Faults, and what each one costs
 
-Written by `python tools/faults/campaign.py --docs docs/faults.md`; `make prove PART=campaign` injects the same faults.
+Written by `python tools/faults/campaign.py --docs docs/faults.md`; `make prove PART=campaign` and
+`PART=campaign_jobs` inject the same faults.
 Every fault is injected into real processes on one machine: `jaxtrain train`, or `jaxtrain launch --processes 2`.
 
 The run has {steps} steps and saves every {every}: a model of some 50,000 parameters, so that the times are those of
@@ -33,8 +34,8 @@ compiler.
 """
 
 
-def write_page(outcomes: Sequence[Outcome]) -> str:
-    """The page as Markdown."""
+def write_page(outcomes: Sequence[Outcome], missing: Sequence[str]) -> str:
+    """The page as Markdown; `missing` are faults of the table that this measurement left out."""
     done = [outcome for outcome in outcomes if outcome.result != "not run"]
     failed = [outcome for outcome in done if outcome.result == "failed"]
     processor = platform.processor() or platform.machine()
@@ -47,7 +48,7 @@ def write_page(outcomes: Sequence[Outcome]) -> str:
     )
     for group in dict.fromkeys(outcome.group for outcome in done):
         lines += _table(group, [outcome for outcome in done if outcome.group == group])
-    lines += _lists(failed, [outcome for outcome in outcomes if outcome.result == "not run"])
+    lines += _lists(failed, [outcome for outcome in outcomes if outcome.result == "not run"], missing)
     return "\n".join(lines)
 
 
@@ -70,15 +71,15 @@ def _table(group: str, outcomes: Sequence[Outcome]) -> Iterator[str]:
     yield ""
 
 
-def _lists(failed: Sequence[Outcome], left_out: Sequence[Outcome]) -> Iterator[str]:
+def _lists(failed: Sequence[Outcome], left_out: Sequence[Outcome], missing: Sequence[str]) -> Iterator[str]:
     if failed:
         yield "## Not as stated\n"
         yield from (f"- {one.name}: {'; '.join(_short(problem) for problem in one.problems)}" for one in failed)
         yield ""
     yield "## Not run\n"
-    if left_out:
-        yield from (f"- {one.name}: {one.message}" for one in left_out)
-    else:
+    yield from (f"- {one.group}: {one.name}: {one.message}" for one in left_out)
+    yield from (f"- {name}: left out of this measurement for lack of time" for name in missing)
+    if not left_out and not missing:
         yield "Every fault of the table was run."
     yield ""
 
