@@ -119,7 +119,7 @@ class Bench:
             status = job.wait(2 * LIMIT)
             if status != 0:
                 job.kill()
-                raise RuntimeError(f"the unbroken run ended with {status}:\n{job.text}")
+                raise RuntimeError(f"the unbroken run ended with {status}: {job.text[-300:]}")
         return rows(run)
 
     def interrupted(self, processes: int) -> Path:
@@ -196,7 +196,9 @@ def write_records(path: Path) -> None:
 def rows(run: Path) -> list[dict[str, Any]]:
     """What must be the same in an interrupted and an unbroken run, for each step."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{key: row[key] for key in KEYS if key in row} for row in map(json.loads, lines)]
+    # A NaN equals itself here.
+    parsed = (json.loads(line, parse_constant=str) for line in lines)
+    return [{key: row[key] for key in KEYS if key in row} for row in parsed]
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:

@@ -104,7 +104,7 @@ def patch_steps(module: ModuleType) -> None:
     """Every train step goes through here: the pause, and the faults of the main thread."""
     real, count = module.PhaseSteps.train_step, 0
 
-    def train_step(self: Any, state: Any, batch: Any) -> Any:
+    def train_step(self: Any, state: Any, *rest: Any) -> Any:
         nonlocal count
         count += 1
         time.sleep(PLAN.get("pause", 0.0))
@@ -112,7 +112,7 @@ def patch_steps(module: ModuleType) -> None:
             state = FAULTS[PLAN["what"]](state)
         if PLAN.get("what") == "straggle" and mine():
             time.sleep(PLAN["seconds"])
-        return real(self, state, batch)
+        return real(self, state, *rest)
 
     module.PhaseSteps.train_step = train_step
 

@@ -40,6 +40,14 @@ def numbers() -> list[Fault]:
             for action in ("skip", "rollback")
         ),
         Fault(
+            "a flipped bit in a parameter",
+            "one bit of one parameter in the memory of rank 1 of 2 at step 5; guard.replay_every 1",
+            processes=2,
+            overrides=("guard.replay_every=1",),
+            plant={**SLOW, "what": "flip", "step": 5, "rank": 1},
+            says="embed",
+        ),
+        Fault(
             "NaN in every batch",
             "a registered loss is always NaN",
             equal=False,
