@@ -136,29 +136,27 @@ def patch_loader(module: ModuleType) -> None:
 
 
 def register_losses(module: ModuleType) -> None:
-    """Losses that are not finite, or a thousandfold, on the global batches that hold a certain token often enough."""
+    """Losses that are not finite, or a thousandfold, on some batches; a metric that tells batches apart."""
     import jax.numpy as jnp
 
-    def poisoned(value: float, every: int) -> Any:
+    def digest(inputs: Any) -> Any:
+        """A sum of whole numbers below 2^24, which is exact in any order."""
+        weights = 1 + inputs.batch["positions"] % 7
+        return jnp.sum(jnp.where(inputs.scored, inputs.batch["labels"] * weights, 0))
+
+    def poisoned(value: float, every: int, rest: int) -> Any:
         def loss(inputs: Any) -> Any:
             total, sums = module.cross_entropy_loss(inputs)
-            bad = jnp.sum(inputs.batch["labels"]) % every == 0
-            total = jnp.where(bad, total * value, total)
-            return total, {**sums, "loss": total}
+            # A factor, since the gradient of a branch that is not taken is NaN too.
+            factor = jnp.where(digest(inputs) % every == rest, value, 1.0)
+            return total * factor, {**sums, "loss": sums["loss"] * factor}
 
         return loss
 
-    @module.METRICS.register("batch_digest")
-    def batch_digest(inputs: Any) -> Any:
-        """A sum of whole numbers below 2^24, which is exact in any order."""
-        weights = 1 + inputs.batch["positions"] % 7
-        return jnp.sum(jnp.where(inputs.scored, inputs.batch["labels"] * weights, 0)).astype(jnp.float32)
-
-    module.LOSSES.register("nan_in_some_batches")(poisoned(float("nan"), 5))
-    module.LOSSES.register("nan_in_every_batch")(
-        lambda inputs: (lambda total, sums: (total * float("nan"), sums))(*module.cross_entropy_loss(inputs))
-    )
-    module.LOSSES.register("spikes")(poisoned(1e3, 11))
+    module.METRICS.register("batch_digest")(lambda inputs: digest(inputs).astype(jnp.float32))
+    module.LOSSES.register("nan_in_some_batches")(poisoned(float("nan"), 5, 0))
+    module.LOSSES.register("nan_in_every_batch")(poisoned(float("nan"), 1, 0))
+    module.LOSSES.register("spikes")(poisoned(1e3, 13, 3))
 
 
 PATCHES = {

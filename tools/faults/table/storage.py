@@ -7,7 +7,7 @@ import signal
 from faults import actions as a
 from faults.checks import none_condemned
 from faults.fault import Fault
-from faults.table.status import FAILED, KILLED, SLOW, STORAGE
+from faults.table.status import FAILED, KILLED, SLOW, STORAGE, STUCK
 
 
 def memory() -> list[Fault]:
@@ -21,8 +21,15 @@ def memory() -> list[Fault]:
             rerun_prefix=a.memory_limit(1.1),
         ),
         Fault(
-            "too little memory to start", "prlimit --data=400000000, then without", plant=SLOW, begin="interrupted",
-            prefix=("prlimit", "--data=400000000"), status=(1, FAILED, 134, KILLED, 139),
+            "too little memory to start",
+            "prlimit --data=400000000 of a job, where JAX hangs; then without",
+            supervise=True,
+            plant=SLOW,
+            overrides=("watchdog.floors={start: 60, data: 60, restore: 20, compile: 40, step: 10}",),
+            begin="interrupted",
+            prefix=("prlimit", "--data=400000000"),
+            status=(1, FAILED, STUCK, 134, KILLED, 139),
+            limit=300.0,
         ),
     ]  # fmt: skip
 
