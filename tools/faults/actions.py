@@ -268,13 +268,12 @@ def unmount(folder: Path) -> None:
 
 def fill_disk(scene: Scene) -> None:
     """Another program takes all space that is left."""
-    with (scene.run / "ballast").open("wb") as file:
-        try:
+    ballast = os.open(scene.run / "ballast", os.O_WRONLY | os.O_CREAT)
+    for size in (1 << 20, 4096, 1):
+        with suppress(OSError):
             while True:
-                file.write(b"x" * 4096)
-                file.flush()
-        except OSError:
-            pass
+                os.write(ballast, b"x" * size)
+    os.close(ballast)
 
 
 def free_disk(scene: Scene) -> None:
