@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import hashlib
 import json
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -84,6 +87,21 @@ def sync_files(folder: Path, deep: bool = True) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+@functools.cache
+def hide_late_callbacks() -> None:
+    """Print no tracebacks of the array library's threads about an event loop that a failed read or write has closed.
+
+    Their callbacks arrive after Orbax has raised the error itself, once per array.
+    """
+    show = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+            show(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def release_memory() -> None:

@@ -24,6 +24,7 @@ from jaxtrain.checkpoint.files import (
     CheckpointRecord,
     DamagedError,
     UnreadableError,
+    hide_late_callbacks,
     list_steps,
     read_patiently,
     read_record,
@@ -57,6 +58,7 @@ class CheckpointReader:
     def __init__(self, directory: Path) -> None:
         self.directory = Path(directory).absolute()
         self._damaged: list[int] = []
+        hide_late_callbacks()
 
     def restore(self, abstract_state: Any, subset: bool = False, only: int | None = None) -> Restored | None:
         """The newest intact checkpoint, sharded like `abstract_state` (ShapeDtypeStructs); None if there is none.

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
 from faults import actions as a
 from faults.fault import Scene
 from faults.runs import read_events
@@ -26,11 +31,15 @@ def none_condemned(scene: Scene) -> str | None:
 
 
 def nothing_published(scene: Scene) -> str | None:
-    """A diverged run has no summary of success, and export refuses it."""
-    try:
-        a.beside("export-hf", "{run}", "{new}", statuses=(1, 2, 3))(scene)
-    except AssertionError as error:
-        return str(error)
+    """A diverged run has no summary, and what it exports is refused or finite."""
+    if (scene.run / "summary.json").exists():
+        return "a diverged run has a summary"
+    new = Path(f"{scene.run}.exported")
+    a.beside("export-hf", "{run}", str(new), statuses=(0, 1, 2, 3))(scene)
+    for path in new.glob("*.safetensors"):
+        for name, array in load_file(path).items():
+            if not np.isfinite(array).all():
+                return f"exported {name} is not finite"
     return None
 
 
