@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -95,13 +94,13 @@ def hide_late_callbacks() -> None:
 
     Their callbacks arrive after Orbax has raised the error itself, once per array.
     """
-    show = sys.excepthook
+    show = sys.unraisablehook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
-            show(kind, error, trace)
+    def hook(raised: sys.UnraisableHookArgs) -> None:
+        if not (isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"):
+            show(raised)
 
-    sys.excepthook = hook
+    sys.unraisablehook = hook
 
 
 def release_memory() -> None:
