@@ -281,13 +281,21 @@ def free_disk(scene: Scene) -> None:
     (scene.run / "ballast").unlink()
 
 
-def remount(option: str) -> Action:
-    """Make the file system of the run read-only ('ro') or writable ('rw')."""
+def make_read_only(scene: Scene) -> None:
+    """The folder of checkpoints becomes a read-only mount."""
+    if os.geteuid():
+        raise NotRunError("mounting needs root")
+    folder = str(scene.run / "checkpoints")
+    scene.undo.append(lambda: make_writable(scene))
+    for words in (["--bind", folder, folder], ["-o", "remount,bind,ro", folder]):
+        done = subprocess.run(["mount", *words], capture_output=True, text=True)
+        if done.returncode:
+            raise NotRunError(f"mount: {done.stderr.strip()}")
 
-    def act(scene: Scene) -> None:
-        subprocess.run(["mount", "-o", f"remount,{option}", str(scene.run)], check=True)
 
-    return act
+def make_writable(scene: Scene) -> None:
+    """Take the read-only mount away, if it is there."""
+    subprocess.run(["umount", "-l", str(scene.run / "checkpoints")], capture_output=True)
 
 
 # Other commands.

@@ -69,13 +69,12 @@ def disks() -> list[Fault]:
             limit=240,
         ),
         Fault(
-            "file system becomes read-only",
-            "remounted read-only after step 4",
+            "the checkpoints become read-only",
+            "a read-only mount over the folder of checkpoints after step 4",
             plant=SLOW,
-            before=a.on_small_disk("24m"),
             when=a.step(4),
-            do=a.remount("ro"),
-            after=a.remount("rw"),
+            do=a.make_read_only,
+            after=a.make_writable,
             status=(STORAGE,),
         ),
         Fault(
