@@ -27,8 +27,13 @@ def digest(tree: Any) -> dict[str, int]:
     leaves = flatten_state(tree)
     meshes = {leaf.sharding.mesh for leaf in leaves.values() if isinstance(leaf.sharding, NamedSharding)}
     assert len(meshes) <= 1, f"the leaves of a state must share one mesh, these have {len(meshes)}"
-    sums = jax.device_get(_digester(meshes.pop() if meshes else None)(list(leaves.values())))
-    return {path: int(value) for path, value in zip(leaves, sums, strict=True)}
+    digester = _digester(meshes.pop() if meshes else None)
+    host = {path: leaf for path, leaf in leaves.items() if leaf.sharding.memory_kind == "pinned_host"}
+    there = {path: leaf for path, leaf in leaves.items() if path not in host}
+    sums = dict(zip(there, jax.device_get(digester(list(there.values()))), strict=True)) if there else {}
+    # Leaves in host memory pass through the devices one at a time.
+    sums |= {path: jax.device_get(digester([leaf]))[0] for path, leaf in host.items()}
+    return {path: int(sums[path]) for path in leaves}
 
 
 def device_digests(tree: Any) -> dict[int, tuple[int, ...]]:

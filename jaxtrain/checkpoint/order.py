@@ -6,7 +6,7 @@ Checkpoints hold the model's order without empty slots, so that any mesh restore
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,6 +31,7 @@ class CheckpointOrder:
 
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
+        self._reorderers: dict[tuple[str, str, Any], Any] = {}
 
     @cached_property
     def checkpoint_layout(self) -> TrainState:
@@ -38,12 +39,17 @@ class CheckpointOrder:
         return _rename(self.model_order, STORED_NAMES)
 
     def to_checkpoint(self, state: TrainState) -> TrainState:
-        """A state as checkpoints store it, bit for bit; leaves are not copied where the order is the same."""
-        return _rename(self.to_model_order(state), STORED_NAMES)
+        """A state as checkpoints store it, bit for bit; leaves are not copied where the order is the same.
+
+        Reordered leaves are in host memory: one at a time is reordered on the devices and moved there, so that a save
+        needs the largest leaf twice on the devices, never the state.
+        """
+        return _rename(self._reorder(state, "from_stack", self.model_order, _to_host), STORED_NAMES)
 
     def from_checkpoint(self, stored: TrainState) -> TrainState:
-        """The inverse of `to_checkpoint`."""
-        return self.from_model_order(_rename(stored, {new: old for old, new in STORED_NAMES.items()}))
+        """The inverse of `to_checkpoint`, a leaf at a time; what is reordered of `stored` is deleted."""
+        ordered = _rename(stored, {new: old for old, new in STORED_NAMES.items()})
+        return self._reorder(ordered, "to_stack", self._bound.abstract, delete=True)
 
     @property
     def params_layout(self) -> TrainState:
@@ -100,17 +106,36 @@ class CheckpointOrder:
             spec = extend_spec(Param(shape, names), bare, ("pipe",), sizes) or bare
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(self._bound.mesh, spec))
 
-    def _reorder(self, state: TrainState, method: str, target: TrainState) -> TrainState:
-        if not any(jax.tree.leaves(self._reordered)):
-            return state
-        function = getattr(self._bound.model, method)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, {name: target[name] for name in state})
-        stacks = {name: self._reordered[name] for name in state}
+    def _reorder(
+        self,
+        state: TrainState,
+        method: str,
+        target: TrainState,
+        move: Callable[[jax.Array], jax.Array] = lambda leaf: leaf,
+        delete: bool = False,
+    ) -> TrainState:
+        """Reorder the stacks of a state or of some of its parts, one leaf after the other."""
 
-        def reorder(state: TrainState) -> TrainState:
-            return jax.tree.map(lambda leaf, stack: function(stack, leaf) if stack else leaf, state, stacks)
+        def reorder(leaf: jax.Array, stack: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+            if not stack:
+                return leaf
+            ordered = self._reorderer(method, stack, wanted.sharding)(leaf)
+            moved = move(jax.block_until_ready(ordered))
+            if moved is not ordered:
+                ordered.delete()
+            if delete:
+                leaf.delete()
+            return moved
 
-        return jax.jit(reorder, out_shardings=shardings)(state)
+        parts = ({name: tree[name] for name in state} for tree in (self._reordered, target))
+        return jax.tree.map(reorder, state, *parts)
+
+    def _reorderer(self, method: str, stack: str, sharding: Any) -> Any:
+        key = (method, stack, sharding)
+        if key not in self._reorderers:
+            function = getattr(self._bound.model, method)
+            self._reorderers[key] = jax.jit(partial(function, stack), out_shardings=sharding)
+        return self._reorderers[key]
 
 
 def stacked_leaves(
@@ -133,6 +158,10 @@ def stacked_leaves(
         grown = jax.tree.map(lambda a, b: a.shape[:1] != b.shape[:1], unchanged, moments(stack))
         opt = jax.tree.map(lambda name, there, stack=stack: stack if there else name, opt, grown)
     return {**none, "params": marked, "opt": opt}
+
+
+def _to_host(leaf: jax.Array) -> jax.Array:
+    return jax.block_until_ready(jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")))
 
 
 def _rename(state: TrainState, names: dict[str, str]) -> TrainState:

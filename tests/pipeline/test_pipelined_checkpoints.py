@@ -86,6 +86,33 @@ def test_every_mesh_restores_the_checkpoints_of_the_others(tmp_path: Path, sourc
     checkpoints.close()
 
 
+def test_a_save_reorders_one_leaf_at_a_time_into_host_memory() -> None:
+    """Bytes on the devices beyond the state, by the compiler: of the program of all leaves, and of each leaf."""
+    setup = setup_on("pipe=2, three chunks", "adamw")
+    order = CheckpointOrder(setup)
+    stacks = order._reordered
+
+    def reorder_all(state: Any) -> Any:
+        return jax.tree.map(lambda x, stack: setup.model.from_stack(stack, x) if stack else x, state, stacks)
+
+    def added(program: Any) -> int:
+        found = program.memory_analysis()
+        return int(found.temp_size_in_bytes + found.output_size_in_bytes)
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, order.model_order)
+    whole = added(jax.jit(reorder_all, out_shardings=shardings).lower(setup.abstract).compile())
+    leaves = zip(*map(jax.tree.leaves, (stacks, setup.abstract, shardings)), strict=True)
+    programs = {(stack, leaf.shape, to): leaf for stack, leaf, to in leaves if stack}
+    each = [added(order._reorderer("from_stack", k[0], k[2]).lower(v).compile()) for k, v in programs.items()]
+    print(f"reordering all leaves adds {whole:,} bytes a device, one leaf at most {max(each):,}")
+    assert 5 * max(each) < whole
+    saved = order.to_checkpoint(full_state(setup))
+    kinds = {
+        stack: leaf.sharding.memory_kind for stack, leaf in zip(*map(jax.tree.leaves, (stacks, saved)), strict=True)
+    }
+    assert kinds.pop("") == "device" and set(kinds.values()) == {"pinned_host"}
+
+
 @pytest.mark.prove
 def test_an_initial_state_equals_that_of_one_device() -> None:
     want = setup_on("one device", "adamw").init_state()["params"]
