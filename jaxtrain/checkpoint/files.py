@@ -90,9 +90,9 @@ def sync_files(folder: Path, deep: bool = True) -> None:
 
 @functools.cache
 def hide_late_callbacks() -> None:
-    """Print no tracebacks of the array library's threads about an event loop that a failed read or write has closed.
+    """Print no tracebacks of the other arrays of a read or write that has failed already.
 
-    Their callbacks arrive after Orbax has raised the error itself, once per array.
+    Orbax raises the first error and closes its event loop; the array library's threads report to it once per array.
     """
     show = sys.unraisablehook
 
@@ -101,6 +101,12 @@ def hide_late_callbacks() -> None:
             show(raised)
 
     sys.unraisablehook = hook
+    logging.getLogger("asyncio").addFilter(lambda record: not _is_late(record.exc_info[1] if record.exc_info else None))
+
+
+def _is_late(error: BaseException | None) -> bool:
+    """Whether an error that nobody waits for is of a file of an unfinished checkpoint."""
+    return isinstance(error, OSError) and ".tmp/" in str(error.filename)
 
 
 def release_memory() -> None:

@@ -211,6 +211,17 @@ def append(name: str, contents: bytes) -> Action:
     return act
 
 
+def drop_bad_rows(scene: Scene) -> None:
+    """Remove the lines of metrics.jsonl that cannot be read, as the message says."""
+    path = scene.run / "metrics.jsonl"
+    good = []
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError):
+            if "step" in json.loads(line):
+                good.append(line)
+    path.write_bytes(b"".join(line + b"\n" for line in good))
+
+
 def stale_folders(scene: Scene) -> None:
     """A half-written and a half-removed checkpoint, as killed processes have left them."""
     folder = scene.run / "checkpoints"

@@ -83,7 +83,15 @@ def files() -> list[Fault]:
         broken(
             "metrics.jsonl with zeros at its end", "as after a power failure", a.append("metrics.jsonl", b"\0" * 300)
         ),
-        broken("metrics.jsonl with a flipped bit", "one bit in the middle", a.flip("metrics.jsonl"), equal=False),
+        broken(
+            "metrics.jsonl with a flipped bit",
+            "one bit in the middle",
+            a.flip("metrics.jsonl"),
+            equal=False,
+            status=(0, REFUSED),
+            after=a.drop_bad_rows,
+            older=True,
+        ),
         broken("metrics.jsonl is missing", "removed", a.remove("metrics.jsonl"), equal=False),
         broken(
             "config.yaml is truncated",
