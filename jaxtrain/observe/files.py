@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.config import ConfigError
+from jaxtrain.config import ConfigError, StorageError
 
 METRICS = "metrics.jsonl"
 
@@ -59,7 +59,13 @@ def write_summary(run_dir: Path, result: Mapping[str, Any]) -> None:
 def _lines(path: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
     if not path.exists():
         return
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be read ({error.strerror or error}): permit reading, or move it away"
+        ) from None
+    for number, line in enumerate(content.splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):
             return
         try:

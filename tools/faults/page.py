@@ -91,6 +91,7 @@ def _seconds(value: float | None) -> str:
 def _short(text: str) -> str:
     """A message without the folders of this machine, in one line."""
 
+    text = " ".join(text.split())
     text = re.sub(r"(/[\w.-]+)+/(?=runs/)", "", text.replace("`", "'"))
     text = re.sub(r"/[\w./-]*/(?=[\w.-]+)", "", text)
     return text.removeprefix("jaxtrain: ")[:220]

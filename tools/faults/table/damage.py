@@ -10,7 +10,7 @@ from faults.fault import Fault
 
 def damages() -> list[Fault]:
     """Checkpoints that are not what was saved."""
-    resumes: dict[str, Any] = {"begin": "interrupted", "detect": "checkpoint 9 .*damaged"}
+    resumes: dict[str, Any] = {"begin": "interrupted", "detect": "checkpoint (9|10) .*damaged"}
     flips = [
         Fault(f"one flipped bit: {kind}", f"one bit of {file} of step 9", before=a.flip(kind), older=True, **resumes)
         for kind, file in a.KINDS.items()
@@ -47,6 +47,7 @@ def damages() -> list[Fault]:
             "an empty folder as the newest checkpoint",
             "checkpoints/10 is an empty folder",
             before=lambda scene: (scene.run / "checkpoints" / "10").mkdir(),
+            older=True,
             **resumes,
         ),
         Fault("stale temporary folders", "12.tmp and 3.removed of killed processes", before=a.stale_folders, **resumes),
