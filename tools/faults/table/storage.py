@@ -138,6 +138,7 @@ def disks() -> list[Fault]:
             plant=SLOW,
             when=a.step(4),
             do=a.remove_run,
+            after=a.remove_run,
             status=(STORAGE, 1),
             older=True,
         ),
