@@ -97,7 +97,9 @@ def hide_late_callbacks() -> None:
     show = sys.unraisablehook
 
     def hook(raised: sys.UnraisableHookArgs) -> None:
-        if not (isinstance(raised.exc_value, RuntimeError) and str(raised.exc_value) == "Event loop is closed"):
+        if not str(raised.exc_value).startswith(
+            ("Event loop is closed", "Encountered error while reading array index")
+        ):
             show(raised)
 
     sys.unraisablehook = hook
