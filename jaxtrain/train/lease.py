@@ -2,8 +2,10 @@
 
 It needs no file locks and no common clock, so it works on NFS. The file appears by link(), which is atomic, and its
 owner writes heartbeats into the same inode: whoever takes the lease over replaces the file, and late heartbeats of the
-old owner go into the old inode. A lease is stale when its process is dead on this host, or when no heartbeat arrived
-for a minute by the clock of one machine: the time since boot that both share, else that of the observer, who watches.
+old owner go into the old inode. Only one process can replace a lease: that which made lease.json.after-TOKEN, TOKEN
+being that of the lease, and renames it to lease.json. A lease is stale when its process is dead on this host, or when
+no heartbeat arrived for a minute by the clock of one machine: the time since boot that both share, else that of the
+observer, who watches.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ class Lease:
         with contextlib.suppress(OSError):
             os.close(self._file)
         with contextlib.suppress(OSError):
-            _remove(self._directory / LEASE, self._claim["token"])
+            _give_up(self._directory / LEASE, self._claim)
             for folder in self._made:
                 folder.rmdir()
 
@@ -115,16 +117,19 @@ def take(
     alive, and StorageError where the directory cannot be written.
     """
     claim = {**_identity(), "token": uuid.uuid4().hex, "since": time.time(), "beat": 0, **_now()}
-    made: list[Path] = []
+    path, file, made = directory / LEASE, None, list[Path]()
     try:
         made = _make(directory)
-        while (file := _create(directory / LEASE, claim)) is None:
-            found = _read(directory / LEASE)
-            if found is None:
+        while file is None:
+            holders = _holders(path)
+            if not holders:
+                file = _create(path, claim)
                 continue
-            if why := _judge(directory / LEASE, found, stale, log):
-                log(f"the lease of {directory} was left by {describe(found)}, {why}: taken over")
-                _remove(directory / LEASE, found.get("token"))
+            where, found = holders[-1]
+            if why := _judge(where, found, stale, log):
+                file = _succeed(path, holders, claim)
+                if file is not None:
+                    log(f"the lease of {directory} was left by {describe(found)}, {why}: taken over")
     except OSError as error:
         raise StorageError(
             f"run directory {directory} cannot be written ({error.strerror or error}): permit writing, free space, or "
@@ -207,22 +212,47 @@ def _create_exclusive(path: Path, claim: Claim) -> int | None:
     return file
 
 
-def _remove(path: Path, token: str | None) -> None:
-    """Remove the lease of this token, and no other: it is moved aside, read, and put back where it is another one.
+def _holders(path: Path) -> list[tuple[Path, Claim]]:
+    """The lease's file and claim, then those of who takes it over, of who takes it over from that one, and so on."""
+    found: list[tuple[Path, Claim]] = []
+    where = path
+    while (claim := _read(where)) is not None and where not in [known for known, _ in found]:
+        found.append((where, claim))
+        where = path.with_name(f"{path.name}.after-{claim.get('token')}")
+    return found
 
-    Raises OSError where the directory does not permit it.
-    """
-    found = _read(path)
-    if found is None or found.get("token") != token:
+
+def _succeed(path: Path, holders: list[tuple[Path, Claim]], claim: Claim) -> int | None:
+    """Replace a stale lease; returns the open file of the new one, None where another process was first."""
+    mine = path.with_name(f"{path.name}.after-{holders[-1][1].get('token')}")
+    file = _create(mine, claim)
+    if file is None:
+        return None
+    # Whoever replaced the lease meanwhile renamed this name away before it was made here.
+    if [found.get("token") for _, found in _holders(path)] != [
+        *(found.get("token") for _, found in holders), claim["token"],
+    ]:  # fmt: skip
+        mine.unlink()
+        os.close(file)
+        return None
+    os.rename(mine, path)
+    for left, _ in holders[1:]:
+        left.unlink(missing_ok=True)
+    return file
+
+
+def _give_up(path: Path, claim: Claim) -> None:
+    """Remove the lease of this claim, unless another process has taken it over or does so now. Raises OSError."""
+    if (found := _read(path)) is None or found.get("token") != claim["token"]:
         return
-    aside = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    with contextlib.suppress(FileNotFoundError):
-        os.rename(path, aside)
-        moved = _read(aside)
-        if moved is not None and moved.get("token") != token:
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, path)
-        aside.unlink()
+    mine = path.with_name(f"{path.name}.after-{claim['token']}")
+    file = _create(mine, {**claim, "token": uuid.uuid4().hex})
+    if file is None:
+        return
+    os.close(file)
+    if (found := _read(path)) is not None and found.get("token") == claim["token"]:
+        path.unlink()
+    mine.unlink()
 
 
 def _read(path: Path) -> Claim | None:
