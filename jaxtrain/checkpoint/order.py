@@ -119,7 +119,7 @@ class CheckpointOrder:
         def reorder(leaf: jax.Array, stack: str, wanted: jax.ShapeDtypeStruct) -> jax.Array:
             if not stack:
                 return leaf
-            ordered = self._reorderer(method, stack, wanted.sharding)(leaf)
+            ordered = self._reorderer(method, stack, wanted.sharding)(_to_devices(leaf))
             moved = move(jax.block_until_ready(ordered))
             if moved is not ordered:
                 ordered.delete()
@@ -162,6 +162,12 @@ def stacked_leaves(
 
 def _to_host(leaf: jax.Array) -> jax.Array:
     return jax.block_until_ready(jax.device_put(leaf, leaf.sharding.with_memory_kind("pinned_host")))
+
+
+def _to_devices(leaf: jax.Array) -> jax.Array:
+    """The leaf itself, unless it is in host memory as `to_checkpoint` leaves it."""
+    in_host = isinstance(leaf, jax.Array) and leaf.sharding.memory_kind == "pinned_host"
+    return jax.device_put(leaf, leaf.sharding.with_memory_kind("device")) if in_host else leaf
 
 
 def _rename(state: TrainState, names: dict[str, str]) -> TrainState:

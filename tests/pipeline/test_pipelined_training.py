@@ -224,7 +224,7 @@ def test_clipped_steps_and_held_out_loss() -> None:
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
         assert other["grad_norm"] > 0.1, "nothing was clipped"
-    error, path = worst_relative_error(CheckpointOrder(piped).to_checkpoint(moved)["params"], state["params"])
+    error, path = worst_relative_error(CheckpointOrder(piped).to_model_order(moved)["params"], state["params"])
     assert error < 1e-4, path
     sums = [
         jax.device_get(
