@@ -72,8 +72,7 @@ def read_yaml(path: Path, seen: tuple[Path, ...] = (), hints: bool = True) -> di
         tree = {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds no sections of settings: write lines such as train: {{steps: 100}}")
-    check_schema(tree.pop("schema", 1), str(path))
-    tree = migrate(tree, str(path), hints)
+    tree = migrate(_without_schema(tree, str(path)), str(path), hints)
     merged: dict[str, Any] = {}
     for base in _bases(path, tree.pop("base", [])):
         merged = _merge(merged, read_yaml(path.parent / base, (*seen, path), hints))
@@ -118,9 +117,15 @@ def check_schema(value: Any, source: str) -> None:
         )
 
 
+def _without_schema(tree: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The settings of a tree whose schema, where it records one, this version reads."""
+    check_schema(tree.get("schema", 1), source)
+    return {key: value for key, value in tree.items() if key != "schema"}
+
+
 def validate(tree: Mapping[str, Any], source: str = "config", hints: bool = True) -> RunConfig:
     """A RunConfig from a tree of plain values; raises one ConfigError that lists all faults."""
-    tree = migrate(tree, source, hints)
+    tree = migrate(_without_schema(tree, source), source, hints)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -133,7 +138,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 def to_tree(config: RunConfig) -> dict[str, Any]:
-    """Plain values of every setting; the inverse of `validate`."""
+    """Plain values of every setting, without the schema; the inverse of `validate`."""
     tree = config.model_dump(mode="json")
     tree["rules"] = config.rules.model_dump(mode="json", include=config.rules.model_fields_set | {"preset"})
     return tree
