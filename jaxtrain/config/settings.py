@@ -172,7 +172,7 @@ class PrecisionConfig(Section):
     compute: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of matmul inputs and activations; master parameters and accumulation stay float32."""
     reduce: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of gradients when they are reduced between replicas."""
+    """Dtype in which devices add up the gradients of weights; with bfloat16 sums over tokens stay in float32."""
     scale_init: float = Field(2.0**15, gt=0)
     """float16: first loss scale."""
     scale_growth_every: PositiveInt = 2000

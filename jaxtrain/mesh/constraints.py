@@ -48,18 +48,27 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     A dimension that its axes do not divide stays whole where its name's fallback says so (kv_heads) or rules.allow has
     `indivisible:NAME`. Raises ConfigError for any other such dimension, an axis used twice, an unknown name.
     """
+    sharding = sharding_of(x.shape, *names)
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def sharding_of(shape: tuple[int, ...], *names: str | None) -> NamedSharding | None:
+    """The sharding that `constrain` gives an activation of this shape, for a backward pass; None outside `use_rules`.
+
+    Raises ConfigError as `constrain` does.
+    """
     context = CONTEXT.get()
     if context is None:
-        return x
-    if len(names) != x.ndim:
-        raise AssertionError(f"constrain: {len(names)} names {names} for shape {x.shape}")
+        return None
+    if len(names) != len(shape):
+        raise AssertionError(f"constrain: {len(names)} names {names} for shape {shape}")
     sizes, dims = context.mesh.shape, []
-    for dim, (size, name) in enumerate(zip(x.shape, names, strict=True)):
+    for dim, (size, name) in enumerate(zip(shape, names, strict=True)):
         axes = active_axes(name) if name else ()
         extent = math.prod(sizes[axis] for axis in axes)
         if size % extent and not FALLBACKS.get(str(name), STRICT).replicate_indivisible:
             text = (
-                f"activation {names} of shape {x.shape}: dimension {dim} ({name}, {size}) is not divisible by "
+                f"activation {names} of shape {shape}: dimension {dim} ({name}, {size}) is not divisible by "
                 f"{show_axes(axes)} = {extent} ({context.rules.explain(str(name))}): change the size or rules.{name}"
             )
             raise_findings([Finding("indivisible", str(name), text)], context.rules)
@@ -67,7 +76,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     flat = [axis for axes in dims for axis in axes]
     if len(set(flat)) < len(flat):
         raise ConfigError(f"activation {names}: one mesh axis twice in {make_spec(dims)}; change rules of these names")
-    return jax.lax.with_sharding_constraint(x, NamedSharding(context.mesh, make_spec(dims)))
+    return NamedSharding(context.mesh, make_spec(dims))
 
 
 def active_axes(name: str) -> tuple[Axis, ...]:

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig, Registry
-from jaxtrain.mesh.constraints import constrain
+from jaxtrain.mesh.constraints import constrain, sharding_of
 from jaxtrain.nn.activations import ACTIVATIONS
 from jaxtrain.numerics.remat import tag
+from jaxtrain.numerics.wide import WideWeight, widen
 from jaxtrain.ops import attention, linear, norm, rope
 
 Names = tuple[str, ...]
@@ -26,6 +27,11 @@ Names = tuple[str, ...]
 def gaussian(rngs: nnx.Rngs, shape: tuple[int, ...], names: Names, std: float) -> nnx.Param:
     """A float32 parameter drawn from N(0, std**2)."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), names=names)
+
+
+def read(param: nnx.Param) -> jax.Array:
+    """The value of a parameter; in 16 bits it may be float32 with a 16-bit value, to be cast where it is used."""
+    return widen(param.get_value())
 
 
 def constant(value: float, shape: tuple[int, ...], names: Names) -> nnx.Param:
@@ -66,8 +72,8 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Contract x with the weight by the equation, and add the bias."""
-        out = linear.contract(self.equation, x, self.weight[...])
-        return out if self.bias is None else out + self.bias[...]
+        out = linear.contract(self.equation, x, read(self.weight))
+        return out if self.bias is None else linear.add_bias(out, read(self.bias))
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [..., width]."""
-        vectors = [self.scale[...]] if self.bias is None else [self.scale[...], self.bias[...]]
+        vectors = [read(self.scale)] if self.bias is None else [read(self.scale), read(self.bias)]
         return self.kind.function(x, *vectors, self.eps)
 
 
@@ -126,7 +132,7 @@ class Attention(nnx.Module):
         q_BLHE = self._prepare(self.query(x_BLD), self.query_norm, context.rotation, "heads")
         k_BLKE = self._prepare(self.key(x_BLD), self.key_norm, context.rotation, "kv_heads")
         v_BLKE = self._prepare(self.value(x_BLD), None, None, "kv_heads")
-        sinks_H = None if self.sinks is None else self.sinks[...]
+        sinks_H = None if self.sinks is None else read(self.sinks)
         out_BLHE = attention.attend(
             q_BLHE, k_BLKE, v_BLKE, context.segments_BL, context.positions_BL, window, self.softcap, self.scale, sinks_H
         )
@@ -175,17 +181,20 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens_BL: jax.Array, positions_BL: jax.Array) -> jax.Array:
         """Token and position ids [B, L] -> [B, L, D]."""
-        x_BLD = lookup(self.tokens[...], tokens_BL, "vocab")
-        return x_BLD if self.positions is None else x_BLD + lookup(self.positions[...], positions_BL, "positions")
+        x_BLD = lookup(self.tokens.get_value(), tokens_BL, "vocab")
+        if self.positions is None:
+            return x_BLD
+        return x_BLD + lookup(self.positions.get_value(), positions_BL, "positions")
 
 
-def lookup(table_VD: jax.Array, ids_BL: jax.Array, rows: str) -> jax.Array:
+def lookup(table_VD: jax.Array | WideWeight, ids_BL: jax.Array, rows: str) -> jax.Array:
     """Rows of a table [B, L, D]. `rows` is the logical name of the table's first dim, which may stay sharded.
 
     A sharded width (FSDP) is gathered first. The partitioner would otherwise reshard the activations, which are larger,
     and replicate their gradient.
     """
-    return constrain(table_VD, rows, None)[ids_BL]
+    wide_VD = widen(table_VD)
+    return linear.lookup(wide_VD, ids_BL, table_VD.dtype, sharding_of(wide_VD.shape, rows, None))
 
 
 def residual_std(config: ModelConfig) -> float:

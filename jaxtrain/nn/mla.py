@@ -68,9 +68,9 @@ class LatentAttention(nnx.Module):
         latent_BLR = tag(constrain(self.kv_down(x_BLD), "batch", "seq_len", None), "latent")
         kv_BLHE = _heads(self.kv_up(self.kv_latent_norm(latent_BLR[..., :R])))
         k_BLHE, v_BLHV = kv_BLHE[..., :E], kv_BLHE[..., E:]
-        shared_BLHP = jnp.broadcast_to(
-            _rotate(latent_BLR[:, :, None, R:], context), (*k_BLHE.shape[:3], P)
-        )  # one rotary key for all heads
+        # One rotary key for all heads, whose gradient is summed over them in float32.
+        rotary_BL1P = _rotate(latent_BLR[:, :, None, R:], context).astype(jnp.float32)
+        shared_BLHP = jnp.broadcast_to(rotary_BL1P, (*k_BLHE.shape[:3], P)).astype(x_BLD.dtype)
         q_BLHE = _heads(self._queries(x_BLD))
         q_BLHE = jnp.concatenate([q_BLHE[..., :E], _rotate(q_BLHE[..., E:], context)], axis=-1)
         k_BLHE = jnp.concatenate([k_BLHE, shared_BLHP], axis=-1)

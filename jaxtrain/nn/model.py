@@ -21,6 +21,7 @@ from jaxtrain.nn.layers import NO_TOTALS, BatchContext, BatchTotals
 from jaxtrain.nn.mla import check_latent
 from jaxtrain.nn.mtp import mtp_labels
 from jaxtrain.numerics.remat import check_remat
+from jaxtrain.numerics.wide import widen
 from jaxtrain.ops.loss import cross_entropy, soft_cap
 
 Tree = dict[str, Any]
@@ -115,13 +116,16 @@ class Model:
 
     def head(self, params: Tree) -> jax.Array:
         """The output projection [D, V]; the transposed embedding if it is tied."""
-        return params["embed"]["tokens"].T if self.config.tied_head else params["head"]["weight"]
+        weight = params["embed"]["tokens"] if self.config.tied_head else params["head"]["weight"]
+        return widen(weight).T if self.config.tied_head else widen(weight)
 
     def logits(self, params: Tree, tokens_BL: jax.Array, positions_BL: jax.Array, segments_BL: jax.Array) -> jax.Array:
         """Float32 logits [B, L, V], soft-capped where configured; training uses ops.loss, which never stores them."""
         x_BLD, _ = self.hidden(params, tokens_BL, positions_BL, segments_BL)
         x_BLD = constrain(x_BLD, "batch", "seq_len", "hidden")
-        logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, self.head(params), preferred_element_type=jnp.float32)
+        logits_BLV = jnp.einsum(
+            "bld,dv->blv", x_BLD, self.head(params).astype(x_BLD.dtype), preferred_element_type=jnp.float32
+        )
         return soft_cap(constrain(logits_BLV, "batch", "seq_len", "vocab"), self.config.logit_softcap)
 
     def to_stack(self, stack: str, rows: jax.Array) -> jax.Array:

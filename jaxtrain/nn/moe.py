@@ -15,7 +15,7 @@ from jax import lax
 from jaxtrain.config import ModelConfig
 from jaxtrain.mesh.constraints import constrain
 from jaxtrain.nn.activations import ACTIVATIONS
-from jaxtrain.nn.layers import MLP, BatchContext, Names, constant, gaussian, residual_std
+from jaxtrain.nn.layers import MLP, BatchContext, Names, constant, gaussian, read, residual_std
 from jaxtrain.numerics.remat import tag
 from jaxtrain.ops import dispatch, routing
 
@@ -32,9 +32,9 @@ class Router(nnx.Module):
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """[B, L, D] -> float32 logits [B, L, X]."""
         # A weight that FSDP shards is gathered here; the partitioner might otherwise reshard the larger activations.
-        weight_DX = constrain(self.weight[...].astype(jnp.float32), None, "whole")
+        weight_DX = constrain(read(self.weight).astype(jnp.float32), None, "whole")
         logits_BLX = jnp.einsum("BLD,DX->BLX", x_BLD.astype(jnp.float32), weight_DX, precision=lax.Precision.HIGHEST)
-        return logits_BLX if self.bias is None else logits_BLX + self.bias[...].astype(jnp.float32)
+        return logits_BLX if self.bias is None else logits_BLX + read(self.bias).astype(jnp.float32)
 
 
 class ExpertProjection(nnx.Module):
@@ -49,7 +49,13 @@ class ExpertProjection(nnx.Module):
     @property
     def map(self) -> dispatch.ExpertLinear:
         """Weight and bias, as the dispatch takes them."""
-        return dispatch.ExpertLinear(self.weight[...], None if self.bias is None else self.bias[...])
+        return dispatch.ExpertLinear(read(self.weight), None if self.bias is None else read(self.bias))
+
+
+def expert_capacity(config: ModelConfig, seq_len: int) -> int | None:
+    """Largest number of tokens of a sequence that one expert takes; None without model.moe.capacity."""
+    moe = config.moe
+    return None if moe.capacity is None else math.ceil(moe.capacity * moe.top_k * seq_len / moe.experts)
 
 
 class MoE(nnx.Module):
@@ -71,24 +77,26 @@ class MoE(nnx.Module):
     def __call__(self, x_BLD: jax.Array, context: BatchContext) -> tuple[jax.Array, dict[str, jax.Array]]:
         """[B, L, D] -> ([B, L, D], stats of this microbatch).
 
-        `context.totals` holds the global batch's `tokens`, its `rows` (sequences) and, with several microbatches,
-        this layer's `load` [X]; absent totals are counted in this microbatch. Stats: objective (balancing losses,
-        weighted, divided by the totals), balance and router_z (before weighting), load [X] (assignments to each
-        expert), dropped and overflowed (assignments), traffic [N, N] (tokens sent between devices of an expert group).
+        `context.totals` holds the global batch's `tokens`, its `rows` (sequences), the `capacity` of an expert where
+        it is limited and, with several microbatches, this layer's `load` [X]; absent totals are counted in this
+        microbatch. Stats: objective (balancing losses, weighted, divided by the totals), balance and router_z (before
+        weighting), load [X] (assignments to each expert), dropped and overflowed (assignments), traffic [N, N] (tokens
+        sent between devices of an expert group). With moe.balance "batch", the balance of a microbatch says nothing;
+        mass [X], the mean of normalised scores, takes its place.
         """
         moe, real_BL, length = self.config.moe, context.segments_BL > 0, x_BLD.shape[1]
         logits_BLX = tag(constrain(self.router(x_BLD), "batch", "seq_len", "whole"), "router_logits")
         correction = self.router.correction
         routed = routing.route(
-            logits_BLX, real_BL, moe.top_k, moe.router, None if correction is None else correction[...],
+            logits_BLX, real_BL, moe.top_k, moe.router, None if correction is None else read(correction),
             moe.groups, moe.top_groups, moe.scale,
         )  # fmt: skip
         stats = self._losses(logits_BLX, routed, context)
-        stats["dropped"], capacity = jnp.zeros((), jnp.int32), None
-        if moe.capacity is not None:
-            capacity = math.ceil(moe.capacity * moe.top_k * length / moe.experts)
+        # A layout may pad sequences: the bound of buffers follows their length here, the capacity that of the data.
+        stats["dropped"], capacity = jnp.zeros((), jnp.int32), expert_capacity(self.config, length)
+        if capacity is not None:
             routed, stats["dropped"] = routing.apply_capacity(
-                routed, context.segments_BL * length + context.positions_BL, capacity
+                routed, context.segments_BL * length + context.positions_BL, context.totals.get("capacity", capacity)
             )
         y_BLD, stats["overflowed"], stats["traffic"] = dispatch.mixture(
             x_BLD, routed.chosen_BLK, routed.weights_BLK, self._experts(), self.activation, capacity, moe.buffer
@@ -105,12 +113,15 @@ class MoE(nnx.Module):
         )
         load_X = routing.load_of(routed)
         if moe.balance == "batch":
+            mass_X = routing.mass_of(routed, totals)
             balance = routing.batch_balance(routed, load_X, totals)
+            report = {"mass": mass_X}
         else:
             balance = routing.sequence_balance(routed, real_BL, totals)
+            report = {"balance": balance}
         z = routing.router_z(logits_BLX, real_BL, totals)
         objective = moe.balance_weight * balance + moe.z_weight * z
-        return {"objective": objective, "balance": balance, "router_z": z, "load": load_X}
+        return {"objective": objective, **report, "router_z": z, "load": load_X}
 
     def _experts(self) -> dispatch.Experts:
         return dispatch.Experts(None if self.gate is None else self.gate.map, self.up.map, self.down.map)

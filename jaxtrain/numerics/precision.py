@@ -38,6 +38,11 @@ class Precision:
         """
         return self.compute != jnp.float32
 
+    @property
+    def wide_gradients(self) -> bool:
+        """Whether gradients of 16-bit weights are float32 from the first sum on (numerics/wide.py)."""
+        return self.separate_master_params and self.reduce == jnp.float32
+
     def cast(self, tree: Any) -> Any:
         """Cast floating leaves to the compute dtype, except those under FLOAT32_KEYS."""
 

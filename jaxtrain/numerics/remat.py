@@ -25,6 +25,9 @@ NAMES: dict[str, str] = {
 }
 """Name of a value of a block -> its description."""
 
+CHOICE = "experts_chosen"
+"""Name of the experts of each token, which every policy saves: integers, and gradients must be those of the forward."""
+
 DOTS = ("latent", "qkv", "attention_residual", "mlp_gate", "mlp_up", "router_logits")
 """Results of a block's matmuls: with them saved, only attention is recomputed among the matmuls."""
 
@@ -41,7 +44,7 @@ def save_named(fn: Callable[..., Any], remat: RematConfig) -> Callable[..., Any]
     For a backward pass in another loop than the forward pass, as in a pipeline.
     """
     names = {"dots": DOTS, "names": tuple(remat.names)}.get(remat.policy, ())
-    return jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
+    return jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(*names, CHOICE), prevent_cse=False)
 
 
 def names_of(model: ModelConfig, gated: bool) -> tuple[str, ...]:
@@ -89,17 +92,19 @@ def checkpointed(fn: Callable[..., Any], remat: RematConfig, looped: bool = True
         case "none":
             return fn
         case "full":
-            policy = policies.nothing_saveable
+            policy = policies.save_only_these_names(CHOICE)
         case "offload":
             fn = _with_named_input(fn)
             policy = policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=[], names_which_can_be_offloaded=[_INPUT],
+                names_which_can_be_saved=[CHOICE], names_which_can_be_offloaded=[_INPUT],
                 offload_src="device", offload_dst="pinned_host",
             )  # fmt: skip
         case "dots":
-            policy = policies.dots_with_no_batch_dims_saveable
+            policy = policies.save_from_both_policies(
+                policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(CHOICE)
+            )
         case "names":
-            policy = policies.save_only_these_names(*remat.names)
+            policy = policies.save_only_these_names(*remat.names, CHOICE)
     # In a loop prevent_cse is not needed and prevents fusion.
     return jax.checkpoint(fn, policy=policy, prevent_cse=not looped)
 

@@ -229,7 +229,10 @@ def dense(
     H = q_BLHE.shape[2]
     # Heads before length, so that the matmuls are batched. Repeated keys are small beside the scores, fast on the CPU,
     # and keep the heads one dim, which any mesh axis that divides it can shard.
-    k_BMHE, v_BMHV = (jnp.repeat(a, H // a.shape[2], axis=2) for a in (k_BLKE, v_BLKV))
+    # Repeated in float32, in which their gradients are then summed over the heads of a group.
+    k_BMHE, v_BMHV = (
+        jnp.repeat(a.astype(jnp.float32), H // a.shape[2], axis=2).astype(a.dtype) for a in (k_BLKE, v_BLKV)
+    )
     q_BHLE, k_BHME, v_BHMV = (a.swapaxes(1, 2) for a in (q_BLHE, k_BMHE, v_BMHV))
     scores_BHLM = jnp.einsum("bhle,bhme->bhlm", q_BHLE, k_BHME, preferred_element_type=jnp.float32) * options.scale
     if options.softcap is not None:

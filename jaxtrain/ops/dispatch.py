@@ -25,7 +25,9 @@ from jaxtrain.config import Axis, ConfigError
 from jaxtrain.mesh.constraints import active_axes, active_mesh
 from jaxtrain.mesh.param import make_spec, show_axes, spec_axes
 from jaxtrain.mesh.shard_map import shard_mapped
-from jaxtrain.ops.grouped import grouped_matmul, groups_of, platform_of
+from jaxtrain.ops.chunks import scan_chunks
+from jaxtrain.ops.grouped import add_group_bias, grouped_matmul, groups_of, platform_of
+from jaxtrain.ops.linear import add_bias, contract
 from jaxtrain.ops.ragged import RaggedSlices, exchange
 from jaxtrain.ops.reference import uses_reference
 
@@ -76,7 +78,7 @@ def mixture(
     others = tuple(axis for axis in sharding.tokens if axis not in sharding.experts)
 
     def local(x_BLD: jax.Array, chosen_BLK: jax.Array, weights_BLK: jax.Array, experts: Experts) -> Any:
-        gathered = _gathered(experts, sharding)
+        gathered = _gathered(experts, sharding, x_BLD.dtype)
         y_BLD, lost, sent_N = _in_chunks(
             x_BLD, chosen_BLK, weights_BLK, gathered, partial(_feed_forward, hidden, sharding), shape
         )
@@ -190,16 +192,28 @@ def _dispatch_shape(
     return DispatchShape(sharding.experts, peers, experts, chunks, tokens, received(tokens), platform_of(active_mesh()))
 
 
-def _gathered(experts: Experts, sharding: ExpertSharding) -> Experts:
+def _gathered(experts: Experts, sharding: ExpertSharding, dtype: jnp.dtype) -> Experts:
     """All-gather this device's experts over the axes of their other dims (FSDP); backward reduce-scatters."""
 
     def gather(a: jax.Array, spec: PartitionSpec) -> jax.Array:
         for dim, axes in enumerate(spec_axes(spec, a.ndim)):
             rest = tuple(axis for axis in axes if axis not in sharding.experts + sharding.mlp)
-            a = lax.all_gather(a, rest, axis=dim, tiled=True) if rest else a
+            a = _all_gather(a, rest, dim, dtype) if rest else a
         return a
 
     return jax.tree.map(gather, experts, sharding.maps)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _all_gather(a: jax.Array, axes: AxisTuple, dim: int, dtype: jnp.dtype) -> jax.Array:
+    """All-gather in `dtype`, reduce-scatter of the gradient in a's dtype."""
+    return lax.all_gather(a.astype(dtype), axes, axis=dim, tiled=True).astype(a.dtype)
+
+
+_all_gather.defvjp(
+    lambda a, axes, dim, dtype: (_all_gather(a, axes, dim, dtype), None),
+    lambda axes, dim, dtype, _, cotangent: (lax.psum_scatter(cotangent, axes, scatter_dimension=dim, tiled=True),),
+)
 
 
 def _in_chunks(
@@ -219,16 +233,17 @@ def _in_chunks(
         padded = jnp.concatenate([flat, jnp.full((padding, a.shape[-1]), fill, a.dtype)]) if padding else flat
         return padded.reshape(shape.chunks, shape.tokens, a.shape[-1])
 
-    fields = cut(x_BLD, 0), cut(chosen_BLK, shape.experts), cut(weights_BLK, 0)
+    floats, chosen = (cut(x_BLD, 0), cut(weights_BLK, 0)), cut(chosen_BLK, shape.experts)
 
-    def step(_: None, chunk: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, Any]:
-        return None, _chunk(*chunk, experts, feed_forward, shape)
+    def step(floats: tuple[jax.Array, jax.Array], chosen_TK: jax.Array, experts: Experts) -> Any:
+        x_TD, weights_TK = floats
+        y_TD, lost, sent_N = _chunk(x_TD, chosen_TK, weights_TK, experts, feed_forward, shape)
+        return y_TD, (lost, sent_N)
 
     if shape.chunks == 1:
-        y_TD, lost, sent_N = step(None, jax.tree.map(lambda a: a[0], fields))[1]
+        y_TD, (lost, sent_N) = step((floats[0][0], floats[1][0]), chosen[0], experts)
     else:
-        # Without remat the residuals of all chunks would exceed the bound that chunks are for.
-        _, (y_TD, lost, sent_N) = lax.scan(jax.checkpoint(step, prevent_cse=False), None, fields)
+        y_TD, (lost, sent_N) = scan_chunks(step, x_BLD.dtype, floats, chosen, experts)
         lost, sent_N = jnp.sum(lost), jnp.sum(sent_N, axis=0)
     return y_TD.reshape(-1, D)[: B * L].reshape(B, L, D), lost, sent_N
 
@@ -305,7 +320,7 @@ def _feed_forward(
 
     def apply(x: jax.Array, linear: ExpertLinear, shards: int = 1) -> jax.Array:
         y = grouped_matmul(x, linear.weight, sizes_E, shape.platform)
-        return y if linear.bias is None else y + (linear.bias / shards)[group_R].astype(y.dtype)
+        return y if linear.bias is None else add_group_bias(y, linear.bias / shards, group_R)
 
     gate_RF = None if experts.gate is None else apply(x_RD, experts.gate)
     h_RF = hidden(gate_RF, apply(x_RD, experts.up))
@@ -347,13 +362,17 @@ def _loop(
     """The reference: every expert on every token, weighted."""
 
     def apply(x: jax.Array, linear: ExpertLinear) -> jax.Array:
-        y = x @ linear.weight
-        return y if linear.bias is None else y + linear.bias
+        y = contract("BLI,IO->BLO", x, linear.weight)
+        return y if linear.bias is None else add_bias(y, linear.bias)
+
+    dtype, wide_BLD = x_BLD.dtype, x_BLD.astype(jnp.float32)
 
     def one(total_BLD: jax.Array, expert: tuple[jax.Array, Experts]) -> tuple[jax.Array, None]:
         number, (gate, up, down) = expert
+        x_BLD = wide_BLD.astype(dtype)
         weight_BL = jnp.sum(jnp.where(chosen_BLK == number, weights_BLK, 0.0), axis=-1)
         y_BLD = apply(hidden(None if gate is None else apply(x_BLD, gate), apply(x_BLD, up)), down)
-        return total_BLD + (weight_BL[..., None] * y_BLD).astype(x_BLD.dtype), None
+        return total_BLD + weight_BL[..., None] * y_BLD, None
 
-    return lax.scan(one, jnp.zeros_like(x_BLD), (jnp.arange(experts.up.weight.shape[0]), experts))[0]
+    numbers = jnp.arange(experts.up.weight.shape[0])
+    return lax.scan(one, jnp.zeros_like(wide_BLD), (numbers, experts))[0].astype(dtype)

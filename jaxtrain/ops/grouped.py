@@ -28,9 +28,12 @@ def platform_of(mesh: Mesh | AbstractMesh | None) -> str:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(x_RI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array, platform: str) -> jax.Array:
-    """The first sizes_G[0] rows times w[0], the next sizes_G[1] times w[1], ...; rows past the last group give 0."""
-    multiply = partial(_PRODUCTS.get(platform, _ragged_dot), platform)
-    out_RO = one_by_one(multiply)(x_RI, w_GIO, sizes_G)
+    """The first sizes_G[0] rows times w[0], the next sizes_G[1] times w[1], ...; rows past the last group give 0.
+
+    The product is in x's dtype. w may be wider than x, as its gradient is then (numerics/wide.py).
+    """
+    multiply = partial(_PRODUCTS.get(platform, _ragged_dot), _ROWS, x_RI.dtype)
+    out_RO = one_by_one(multiply)(x_RI, w_GIO.astype(x_RI.dtype), sizes_G)
     return _zero_past_end(out_RO, sizes_G)
 
 
@@ -41,12 +44,11 @@ def _forward(x_RI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array, platform: st
 def _backward(
     platform: str, residuals: tuple[jax.Array, ...], cotangent_RO: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-    def gradients(x_RI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array, cotangent_RO: jax.Array) -> Any:
-        multiply = _PRODUCTS.get(platform, _ragged_dot)
-        return jax.vjp(lambda x, w: multiply(platform, x, w, sizes_G), x_RI, w_GIO)[1](cotangent_RO)
-
     x_RI, w_GIO, sizes_G = residuals
-    dx_RI, dw_GIO = one_by_one(gradients)(x_RI, w_GIO, sizes_G, _zero_past_end(cotangent_RO, sizes_G))
+    multiply, cotangent_RO = _PRODUCTS.get(platform, _ragged_dot), _zero_past_end(cotangent_RO, sizes_G)
+    w_GOI = w_GIO.astype(x_RI.dtype).swapaxes(1, 2)
+    dx_RI = one_by_one(partial(multiply, _ROWS, x_RI.dtype))(cotangent_RO, w_GOI, sizes_G)
+    dw_GIO = one_by_one(partial(multiply, _GROUPS, w_GIO.dtype))(x_RI, cotangent_RO, sizes_G)
     return _zero_past_end(dx_RI, sizes_G), dw_GIO, None
 
 
@@ -59,17 +61,45 @@ def groups_of(sizes_G: jax.Array, rows: int) -> jax.Array:
     return jnp.minimum(jnp.sum(jnp.arange(rows)[:, None] >= ends_G, axis=1), sizes_G.shape[0] - 1)
 
 
+@jax.custom_vjp
+def add_group_bias(y_RO: jax.Array, bias_GO: jax.Array, group_R: jax.Array) -> jax.Array:
+    """Each row plus the bias of its group, in y's dtype; the gradient of the biases is summed in float32."""
+    return y_RO + bias_GO[group_R].astype(y_RO.dtype)
+
+
+def _add_bias_forward(y_RO: jax.Array, bias_GO: jax.Array, group_R: jax.Array) -> tuple[jax.Array, Any]:
+    return add_group_bias(y_RO, bias_GO, group_R), (bias_GO, group_R)
+
+
+def _add_bias_backward(residuals: tuple[jax.Array, jax.Array], cotangent_RO: jax.Array) -> Any:
+    bias_GO, group_R = residuals
+    # A matmul instead of a scatter: float32 sums in a fixed order.
+    member_RG = (group_R[:, None] == jnp.arange(bias_GO.shape[0])).astype(cotangent_RO.dtype)
+    dbias_GO = jnp.einsum("rg,ro->go", member_RG, cotangent_RO, preferred_element_type=jnp.float32)
+    return cotangent_RO, dbias_GO.astype(bias_GO.dtype), None
+
+
+add_group_bias.defvjp(_add_bias_forward, _add_bias_backward)
+
+
 def _zero_past_end(x_RI: jax.Array, sizes_G: jax.Array) -> jax.Array:
     # Kernels leave the rows of no group uninitialised.
     inside_R = jnp.arange(x_RI.shape[0]) < jnp.sum(sizes_G)
     return jnp.where(inside_R[:, None], x_RI, 0)
 
 
-def _ragged_dot(platform: str, x_RI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    return lax.ragged_dot(x_RI, w_GIO, sizes_G)
+_Dims = lax.RaggedDotDimensionNumbers
+_ROWS = _Dims((((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
+"""Rows times the matrix of their group."""
+_GROUPS = _Dims((((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+"""For each group, the transposed rows on the left times the rows on the right."""
 
 
-def _tokamax(platform: str, x_RI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Array) -> jax.Array:
+def _ragged_dot(dims: _Dims, dtype: Any, left: jax.Array, right: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    return lax.ragged_dot_general(left, right, sizes_G, dims, preferred_element_type=dtype)
+
+
+def _tokamax(dims: _Dims, dtype: Any, left: jax.Array, right: jax.Array, sizes_G: jax.Array) -> jax.Array:
     # On GPUs lax.ragged_dot is a masked matmul of all rows with every group.
     try:
         import tokamax
@@ -77,7 +107,7 @@ def _tokamax(platform: str, x_RI: jax.Array, w_GIO: jax.Array, sizes_G: jax.Arra
         raise ConfigError(
             "model.moe on GPUs needs the package tokamax, which is not installed: pip install -r requirements-gpu.txt"
         ) from None
-    return tokamax.ragged_dot(x_RI, w_GIO, sizes_G, implementation="mosaic")
+    return tokamax.ragged_dot_general(left, right, sizes_G, dims, preferred_element_type=dtype, implementation="mosaic")
 
 
 _PRODUCTS = {"gpu": _tokamax}

@@ -127,6 +127,24 @@ def _chunk_cotangent(chunk: _ChunkLoss, labels_BC: jax.Array, options: _LossOpti
     return jnp.where((labels_BC != IGNORE)[..., None], cotangent_BCV, 0.0)
 
 
+def _shift(chunk: _ChunkLoss, labels_BC: jax.Array, options: _LossOptions, dtype: jnp.dtype) -> jax.Array | float:
+    """A power of two by which the cotangent of the logits is multiplied before it is rounded, 1 except in float16."""
+    if dtype != jnp.float16:
+        return 1.0
+    if not options.z_weight:
+        return FLOAT16_SHIFT
+    # With a z-loss the cotangent is as large as 1 + 2 z_weight logsumexp, whatever the loss scale.
+    largest = jnp.max(jnp.where(labels_BC != IGNORE, jnp.abs(chunk.lse_BC), 0.0))
+    # A thousandth more: 2 x FLOAT16_SHIFT is not finite in float16.
+    _, exponent = jnp.frexp(1.001 * (1.0 + 2.0 * options.z_weight * largest))
+    return jnp.ldexp(jnp.float32(FLOAT16_SHIFT), 1 - exponent)
+
+
+def _narrow(w_DV: jax.Array, x_BLD: jax.Array) -> jax.Array:
+    """The head in the dtype of its input; a sharded D (FSDP) is gathered here, once for all chunks."""
+    return constrain(w_DV.astype(x_BLD.dtype), None, "vocab")
+
+
 def _head_gradient(x_BCD: jax.Array, cotangent_BCV: jax.Array, shards: tuple[int, int]) -> jax.Array:
     """x^T cotangent of each shard, float32 [G, S, D, V]; [D, V] for a single shard."""
     if shards == (1, 1):  # dims of size one would prevent the fusion of the cotangent into the product
@@ -151,8 +169,10 @@ def _with_objective(totals: LossTotals, options: _LossOptions) -> tuple[jax.Arra
 def _loss_sum(
     x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, options: _LossOptions
 ) -> tuple[jax.Array, LossTotals]:
+    head_DV = _narrow(w_DV, x_BLD)
+
     def step(totals: LossTotals, part: tuple[jax.Array, jax.Array]) -> tuple[LossTotals, None]:
-        return _add(totals, _chunk_loss(part[0], w_DV, part[1], options).totals), None
+        return _add(totals, _chunk_loss(part[0], head_DV, part[1], options).totals), None
 
     parts = _to_chunks(x_BLD, options.chunks), _to_chunks(labels_BL, options.chunks)
     return _with_objective(lax.scan(step, (jnp.float32(0), jnp.float32(0)), parts)[0], options)
@@ -161,7 +181,7 @@ def _loss_sum(
 def _forward(
     x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, options: _LossOptions
 ) -> tuple[tuple[jax.Array, LossTotals], Any]:
-    shift = FLOAT16_SHIFT if x_BLD.dtype == jnp.float16 else 1.0
+    head_DV = _narrow(w_DV, x_BLD)
     single = options.shards == (1, 1)
     # A batch of a single shard may still be under an outer vmap.
     batch = "batch" if options.shards[0] > 1 else None
@@ -169,16 +189,18 @@ def _forward(
 
     def step(carry: tuple[LossTotals, jax.Array], part: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
         (totals, dw_GSDV), (x_BCD, labels_BC) = carry, part
-        chunk = _chunk_loss(x_BCD, w_DV, labels_BC, options)
+        chunk = _chunk_loss(x_BCD, head_DV, labels_BC, options)
+        shift = _shift(chunk, labels_BC, options, x_BCD.dtype)
         cotangent_BCV = (_chunk_cotangent(chunk, labels_BC, options) * shift).astype(x_BCD.dtype)
-        dx_BCD = jnp.einsum("bcv,dv->bcd", cotangent_BCV, w_DV, preferred_element_type=jnp.float32) / shift
+        dx_BCD = jnp.einsum("bcv,dv->bcd", cotangent_BCV, head_DV, preferred_element_type=jnp.float32) / shift
         dw_GSDV += _head_gradient(x_BCD, cotangent_BCV, options.shards) / shift
         return (_add(totals, chunk.totals), constrain(dw_GSDV, *names, None, "vocab")), dx_BCD
 
     start = (jnp.float32(0), jnp.float32(0)), jnp.zeros((*lead, *w_DV.shape), jnp.float32)
     parts = _to_chunks(x_BLD, options.chunks), _to_chunks(labels_BL, options.chunks)
     (totals, dw_GSDV), dx_NBCD = lax.scan(step, start, parts)
-    dw_DV = dw_GSDV if single else dw_GSDV.sum((0, 1))
+    # Devices add up their sums in the dtype of the gradient; jnp.sum would widen it.
+    dw_DV = dw_GSDV if single else lax.reduce(dw_GSDV.astype(w_DV.dtype), jnp.zeros((), w_DV.dtype), lax.add, (0, 1))
     residuals = _from_chunks(dx_NBCD), dw_DV, jnp.zeros((), x_BLD.dtype), jnp.zeros((), w_DV.dtype)
     return _with_objective(totals, options), residuals
 

@@ -10,6 +10,9 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtrain.numerics.remat import CHOICE
 
 Scores = Literal["softmax", "softmax_chosen", "sigmoid", "sigmoid_chosen"]
 
@@ -62,7 +65,8 @@ def route(
         choice_BLX += lax.stop_gradient(correction_X)
     if top_groups < groups:
         choice_BLX = _best_groups(choice_BLX, groups, top_groups, 2 if sigmoid else 1)
-    chosen_BLK = lax.top_k(choice_BLX, top_k)[1]
+    # Saved under every remat policy: rounding may differ where scores are computed again, and with it the choice.
+    chosen_BLK = checkpoint_name(lax.top_k(choice_BLX, top_k)[1], CHOICE)
     weights_BLK = jnp.take_along_axis(scores_BLX, chosen_BLK, axis=-1)
     if scores.endswith("_chosen"):
         weights_BLK /= jnp.sum(weights_BLK, axis=-1, keepdims=True) + 1e-20
@@ -89,7 +93,7 @@ def visits(chosen_BLK: jax.Array, experts: int) -> jax.Array:
     return jnp.any(chosen_BLK[..., None] == jnp.arange(experts), axis=-2)
 
 
-def apply_capacity(routed: Routed, order_BL: jax.Array, capacity: int) -> tuple[Routed, jax.Array]:
+def apply_capacity(routed: Routed, order_BL: jax.Array, capacity: int | jax.Array) -> tuple[Routed, jax.Array]:
     """Keep the first `capacity` tokens of a sequence for each expert, by `order_BL`; also the number of drops.
 
     A dropped choice becomes X with weight 0. Sequences are independent, so the result does not depend on the mesh.
@@ -121,8 +125,12 @@ def batch_balance(routed: Routed, load_X: jax.Array, totals: RoutingTotals) -> j
     """
     X, K = routed.shares_BLX.shape[-1], routed.chosen_BLK.shape[-1]
     f_X = load_X if totals.load is None else totals.load
-    mass_X = jnp.sum(routed.shares_BLX, axis=(0, 1)) / totals.tokens
-    return X / K * jnp.sum(f_X.astype(jnp.float32) / totals.tokens * mass_X)
+    return X / K * jnp.sum(f_X.astype(jnp.float32) / totals.tokens * mass_of(routed, totals))
+
+
+def mass_of(routed: Routed, totals: RoutingTotals) -> jax.Array:
+    """This microbatch's contribution to the mean of the normalised scores over the tokens of the global batch [X]."""
+    return jnp.sum(routed.shares_BLX, axis=(0, 1)) / totals.tokens
 
 
 def sequence_balance(routed: Routed, real_BL: jax.Array, totals: RoutingTotals) -> jax.Array:

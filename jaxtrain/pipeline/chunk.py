@@ -24,6 +24,7 @@ from jaxtrain.mesh.constraints import active_mesh
 from jaxtrain.nn.layers import BatchContext, BatchTotals
 from jaxtrain.nn.model import KEEP_ALL, Model
 from jaxtrain.numerics.remat import save_named
+from jaxtrain.numerics.wide import operand, weights_of
 from jaxtrain.pipeline.buffers import DEVICE_STORE, HOST_STORE, SlotStore, read_slot, write_slot
 from jaxtrain.pipeline.halves import Halves, halve
 from jaxtrain.pipeline.split import Loop, Segment, loops_of
@@ -70,6 +71,8 @@ class Chunk:
     specs: Tree
     totals: BatchTotals = field(default_factory=dict)
     remat: RematConfig = KEEP_ALL
+    wide: bool = False
+    """Whether gradients of 16-bit weights are float32."""
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
@@ -245,12 +248,14 @@ class Chunk:
         def run(part: StageState, x_BLD: jax.Array, context: BatchContext) -> Any:
             return self._run_layers(segment, part, x_BLD, context)
 
-        def objective(weights: Tree, x_BLD: jax.Array) -> Any:
+        def objective(variable: Tree, x_BLD: jax.Array) -> Any:
+            weights = weights_of(variable, part.weights, self.wide)
             return run(part._replace(weights=weights), x_BLD, context)
 
-        (y_BLD, _), pull, stats = jax.vjp(objective, part.weights, x_BLD, has_aux=True)
+        variable = operand(part.weights, self.wide)
+        (y_BLD, _), pull, stats = jax.vjp(objective, variable, x_BLD, has_aux=True)
         leaves, tree = jax.tree.flatten(pull)
-        inputs = {id(leaf) for leaf in jax.tree.leaves((part, x_BLD, context))}
+        inputs = {id(leaf) for leaf in jax.tree.leaves((part, variable, x_BLD, context))}
         is_input = [id(leaf) in inputs for leaf in leaves]
 
         def restore(saved: Iterable[jax.Array]) -> Callable[..., Any]:
@@ -322,7 +327,11 @@ def constrain_specs(tree: Tree, specs: Tree) -> Tree:
     mesh = active_mesh()
     if mesh is None:
         return tree
-    return jax.tree.map(lambda a, s: lax.with_sharding_constraint(a, NamedSharding(mesh, s)), tree, specs)
+    # A WideWeight has one spec for both of its arrays.
+    return jax.tree.map(
+        lambda s, a: lax.with_sharding_constraint(a, NamedSharding(mesh, s)), specs, tree,
+        is_leaf=lambda node: isinstance(node, PartitionSpec),
+    )  # fmt: skip
 
 
 def _concatenate_stats(reports: Sequence[Mapping[str, Sums]]) -> dict[str, Sums]:

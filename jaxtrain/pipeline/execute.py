@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxtrain.mesh.constraints import active_mesh, constrain
+from jaxtrain.numerics.wide import operand, weights_of
 from jaxtrain.pipeline.buffers import DEVICE_STORE, RESIDUAL_STREAM, SlotStore
 from jaxtrain.pipeline.chunk import Chunk, StageState, Sums, TokenFields, constrain_specs
 from jaxtrain.pipeline.table import Schedule
@@ -156,6 +157,10 @@ class Pipeline:
         """Weights outside the stages."""
         return {name: part for name, part in self.chunk.weights.items() if name not in self.chunk.stages.rows}
 
+    def _weights_of(self, variable: Tree) -> Tree:
+        """All weights, those outside the stages as a function of what is differentiated."""
+        return {**self.chunk.weights, **weights_of(variable, self.outer, self.chunk.wide)}
+
     @cached_property
     def state(self) -> StageState:
         """Weights, data and occupied slots of each stage's layers, by stack [P, v J', ...]."""
@@ -234,10 +239,10 @@ class Pipeline:
             sums = head(self.chunk.weights, x_BLD, batch)[1]
             return carry._replace(sums=jax.tree.map(jnp.add, carry.sums, sums))
 
-        def objective(outer: Tree, x_BLD: jax.Array) -> tuple[jax.Array, Sums]:
-            return head({**self.chunk.weights, **outer}, x_BLD, batch)
+        def objective(variable: Tree, x_BLD: jax.Array) -> tuple[jax.Array, Sums]:
+            return head(self._weights_of(variable), x_BLD, batch)
 
-        value, pull, sums = jax.vjp(objective, self.outer, x_BLD, has_aux=True)
+        value, pull, sums = jax.vjp(objective, operand(self.outer, self.chunk.wide), x_BLD, has_aux=True)
         outer, dx_BLD = pull(jnp.ones_like(value))
         slot_P = jnp.where(_at_stage(-1, y_PBLD)[:, 0, 0, 0], row["head_cotangent"], -1)
         dx_PBLD = constrain(jnp.broadcast_to(dx_BLD, y_PBLD.shape), STAGES, *RESIDUAL_STREAM)
@@ -261,10 +266,10 @@ class Pipeline:
         dx_BLD = constrain(jnp.where(m >= 0, _broadcast_stage(dx_PBLD, 0), 0), *RESIDUAL_STREAM)
         batch = self._fields(m)
 
-        def embed(outer: Tree) -> jax.Array:
-            return self.chunk.model.embed_tokens({**self.chunk.weights, **outer}, batch["tokens"], batch["positions"])
+        def embed(variable: Tree) -> jax.Array:
+            return self.chunk.model.embed_tokens(self._weights_of(variable), batch["tokens"], batch["positions"])
 
-        (outer,) = jax.vjp(embed, self.outer)[1](dx_BLD)
+        (outer,) = jax.vjp(embed, operand(self.outer, self.chunk.wide))[1](dx_BLD)
         carry = carry._replace(
             layer_gradients=layers,
             weight_residuals=weight_residuals,

@@ -62,7 +62,8 @@ def expert_metrics(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Metrics of one step from the sums of its layers; {} for a model without mixtures.
 
     imbalance: load of the busiest expert over the mean, of the worst layer. balance_loss and router_z_loss are sums
-    over layers before their weights. expert_load [N, X]; expert_traffic [P, P]: tokens sent over all layers, one way.
+    over layers before their weights, of the global batch. expert_load [N, X]; expert_traffic [P, P]: tokens sent over
+    all layers, one way.
     """
     if "load" not in sums:
         return {}
@@ -70,13 +71,19 @@ def expert_metrics(sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     mean_N = jnp.maximum(jnp.mean(load_NX.astype(jnp.float32), axis=1), 1e-9)
     return {
         "imbalance": jnp.max(jnp.max(load_NX, axis=1) / mean_N),
-        "balance_loss": jnp.sum(sums["balance"]),
+        "balance_loss": jnp.sum(sums["balance"] if "balance" in sums else _batch_balance(load_NX, sums["mass"])),
         "router_z_loss": jnp.sum(sums["router_z"]),
         "dropped": jnp.sum(sums["dropped"]),
         "overflowed": jnp.sum(sums["overflowed"]),
         "expert_load": load_NX,
         "expert_traffic": jnp.sum(sums["traffic"].astype(jnp.float32), axis=0),
     }
+
+
+def _batch_balance(load_NX: jax.Array, mass_NX: jax.Array) -> jax.Array:
+    """X sum(f P) / K of each layer (ops/routing.py batch_balance) from the sums over the global batch."""
+    share_NX = load_NX / jnp.maximum(jnp.sum(load_NX, axis=1, keepdims=True), 1)
+    return load_NX.shape[1] * jnp.sum(share_NX * mass_NX, axis=1)
 
 
 def crossing_pairs(topology: Topology, rules: Rules) -> np.ndarray:

@@ -44,9 +44,10 @@ class PhaseSteps:
         self.phase, self.compiled_at = phase_at(bound.phases, done), done
         state = bound.abstract | abstract_history(bound.config.guard, bound.mesh)
         batch, self._replay = bound.phase_batch(self.phase), None
-        self._train_step = compile_step(bound.step, state, batch)
+        step = bound.phase_step(self.phase)
+        self._train_step = compile_step(step, state, batch)
         if (every := bound.config.guard.replay_every) is not None:
-            self._replay = Replay(compile_step(bound.step, state, batch, donate=False), every)
+            self._replay = Replay(compile_step(step, state, batch, donate=False), every)
         self.compile_s += time.perf_counter() - begin
         self.meters[self.phase] = self._new_meter(self.phase)
         report_phase("barrier", done)

@@ -99,7 +99,7 @@ class Resolved:
                 )
         mesh = topology.mesh()
         optimizer = build_optimizer(self.config.optimizer, self.canonical.params)
-        step = Step(self.config, self.model, optimizer, self.layout, self.rules, mesh)
+        step = Step(self.config, self.model, optimizer, self.layout, self.rules, mesh, self.config.data.seq_len)
         values = {field.name: getattr(self, field.name) for field in fields(Resolved)} | {"topology": topology}
         return Bound(**values, mesh=mesh, step=step)
 
@@ -125,6 +125,10 @@ class Bound(Resolved):
     def abstract_batch(self) -> Batch:
         """Shapes and shardings of one global batch."""
         return self._abstract_batch(self.batch_shape, self.config.data.seq_len)
+
+    def phase_step(self, phase: int) -> Step:
+        """The step of a phase."""
+        return replace(self.step, seq_len=self.phases[phase].seq_len)
 
     def phase_batch(self, phase: int) -> Batch:
         """Shapes and shardings of one global batch of a phase."""

@@ -29,10 +29,12 @@ from jaxtrain.mesh.layout import Layout
 from jaxtrain.mesh.rules import Rules
 from jaxtrain.mesh.shard_map import replicated_over
 from jaxtrain.nn.model import Model
+from jaxtrain.nn.moe import expert_capacity
 from jaxtrain.nn.mtp import mtp_labels
 from jaxtrain.numerics import scaling
 from jaxtrain.numerics.counter import counter_add, counter_float
 from jaxtrain.numerics.precision import Precision
+from jaxtrain.numerics.wide import operand, weights_of
 from jaxtrain.ops.attention import use_attention
 from jaxtrain.ops.loss import IGNORE
 from jaxtrain.optim import all_finite, clip_scale, global_norm, learning_rate
@@ -64,6 +66,8 @@ class Step:
     layout: Layout
     rules: Rules
     mesh: Mesh
+    seq_len: int
+    """Tokens of a sequence in the phase of data.schedule that this step trains, without the padding of a layout."""
 
     @cached_property
     def precision(self) -> Precision:
@@ -111,7 +115,7 @@ class Step:
             "loss": loss,
             **({"z_loss": sums["z_loss"] / jnp.maximum(scored, 1)} if "z_loss" in sums else {}),
             "scored_tokens": scored,
-            "fill": jnp.mean(batch["segments"] > 0, dtype=jnp.float32),
+            "fill": self._fill(batch),
             "grad_norm": norm,
             "learning_rate": rate,
             "loss_scale": scaler["scale"],
@@ -135,6 +139,8 @@ class Step:
         real = batch["segments"] > 0
         counts = {"scored": batch["labels"] != IGNORE, "tokens": real, "rows": jnp.any(real, axis=-1)}
         totals = {name: jnp.maximum(jnp.sum(each, dtype=jnp.int32), 1) for name, each in counts.items()}
+        if (capacity := expert_capacity(self.config.model, self.seq_len)) is not None:
+            totals["capacity"] = jnp.int32(capacity)
         if depths := self.config.model.mtp:
             with use_rules(self.rules, self.mesh):
                 scored = mtp_labels(batch["labels"], batch["segments"], depths) != IGNORE
@@ -163,9 +169,12 @@ class Step:
     def _accumulated(self, weights: Tree, batch: Batch, totals: Tree, scale: jax.Array | float) -> tuple[Tree, Sums]:
         """Gradients and sums, summed over microbatches; each replica for itself."""
 
-        def scaled(weights: Tree, fields: Batch) -> tuple[jax.Array, Sums]:
+        wide = self.precision.wide_gradients
+        variable = operand(weights, wide)
+
+        def scaled(variable: Tree, fields: Batch) -> tuple[jax.Array, Sums]:
             with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
-                return self._objective(weights, fields, totals, scale)
+                return self._objective(weights_of(variable, weights, wide), fields, totals, scale)
 
         grad: Callable[..., Any] = jax.grad(scaled, has_aux=True)
         lead: tuple[int, ...] = ()
@@ -174,7 +183,7 @@ class Step:
             lead = (self.replicas,)
 
         def microbatch(total: Tree, fields: Batch) -> tuple[Tree, Sums]:
-            gradient, sums = grad(weights, fields)
+            gradient, sums = grad(variable, fields)
             summed = jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, gradient)
             return self._pin(summed, self._summed), sums
 
@@ -200,7 +209,8 @@ class Step:
         return self._pin(gradients, self._summed), sums
 
     def _pipeline(self, model: StagedModel, weights: Tree, batch: Batch, totals: Tree) -> Pipeline:
-        chunk = Chunk(model, model.stages, weights, self.layout.weights, totals, self.config.remat)
+        wide = self.precision.wide_gradients
+        chunk = Chunk(model, model.stages, weights, self.layout.weights, totals, self.config.remat, wide)
         return Pipeline(chunk, batch)
 
     @staticmethod
@@ -275,6 +285,11 @@ class Step:
             )
         objective += scale * (share + jnp.sum(stats.get("objective", 0.0)))
         return objective, {**sums, **mtp_sums, MTP: stats}
+
+    def _fill(self, batch: Batch) -> jax.Array:
+        """Share of the tokens that are not padding."""
+        accumulation, sequences, _ = batch["segments"].shape
+        return jnp.sum(batch["segments"] > 0, dtype=jnp.int32) / (accumulation * sequences * self.seq_len)
 
     @property
     def replicas(self) -> int:

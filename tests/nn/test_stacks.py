@@ -131,3 +131,18 @@ def test_remat_segments_divide_runs(moe, every):
     model = build(config_of(moe=moe))
     with pytest.raises(ConfigError, match=rf"remat\.every {every}.*use remat\.every 1"):
         model.hidden(model.params, *batch(), RematConfig(policy="full", every=every))
+
+
+@pytest.mark.parametrize("remat", [{"policy": "full"}, {"policy": "dots"}, {"policy": "names", "names": ["qkv"]}])
+def test_the_backward_pass_uses_the_choice_of_the_forward(remat):
+    """Experts are chosen once: the program of the gradient has as many top_k as without rematerialisation."""
+    model = build(config_of(n_layers=2))
+    params = jax.eval_shape(model.init, jax.random.key(0))
+
+    def choices(remat):
+        def total(params):
+            return jnp.sum(model.hidden(params, *batch(), RematConfig.model_validate(remat))[0])
+
+        return str(jax.make_jaxpr(jax.grad(total))(params)).count(" top_k[")
+
+    assert choices(remat) == choices({"policy": "none"}) > 0

@@ -230,3 +230,17 @@ def test_vmap_over_replicas_in_a_scan():
     (inside, outside), _ = jax.jit(lambda: jax.lax.scan(micro, (jnp.zeros_like(w),) * 2, tuple(shaped)))()
     expected = jax.grad(lambda w: reference(x, w, labels))(w)
     agree((inside, outside), (expected, expected))
+
+
+def test_float16_gradients_with_a_large_z_loss_are_finite():
+    """The gradient of the logits is up to 1 + 2 z logsumexp = 3: times 2**15 it would not be finite in float16."""
+    x, w = jnp.ones((1, 2, 1), jnp.float16), jnp.zeros((1, 8), jnp.float16).at[0, 0].set(100.0)
+    labels = jnp.array([[0, IGNORE]])
+
+    def objective(x, w):
+        return loss_sums(x, w, labels, z_weight=1e-2)[0]
+
+    wide = [a.astype(jnp.float32) for a in (x, w)]
+    for got, want in zip(jax.grad(objective, (0, 1))(x, w), jax.grad(objective, (0, 1))(*wide), strict=True):
+        assert got.dtype == jnp.float16
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2e-3)

@@ -106,12 +106,28 @@ def test_tensor_groups_are_inside_nodes_and_data_groups_are_not(report: ProgramR
 
 
 def test_fsdp_gathers_weights_and_scatters_gradients(report: ProgramReport) -> None:
-    # Payload of a reduce-scatter is what it reduces: all weights of a tensor shard, in bfloat16 from each layer.
+    # Payload of a reduce-scatter is what it reduces: all weights of a tensor shard, in float32 from each layer. What is
+    # gathered is in bfloat16.
     layers = 2 * LAYERS * (4 * D * D + 3 * D * F) / 8
+    of_data = [one for one in report.collectives if one.axes == ("data",) and one.elements > 64]
+    dtypes = {(one.kind, dtype) for one in of_data for dtype in one.dtypes}
+    assert dtypes == {("reduce-scatter", "f32"), ("all-gather", "bf16")}
     scattered = sum(row.payload for row in report.traffic if (row.axes, row.kind) == ("data", "reduce-scatter"))
     gathered = sum(row.payload for row in report.traffic if (row.axes, row.kind) == ("data", "all-gather"))
-    assert layers <= scattered <= report.reductions.bytes and 2 * layers <= gathered  # forward, and again backward
+    assert 2 * layers <= scattered <= report.reductions.bytes and 2 * layers <= gathered  # forward, and again backward
     assert report.unknown == () and report.rematerializations == ()
+
+
+@pytest.mark.prove
+def test_gradients_travel_in_bfloat16_where_the_setting_says_so() -> None:
+    report = small("rules.preset=[fsdp]", "precision.reduce=bfloat16")
+    sent = {
+        dtype: sum(one.elements for one in report.reductions.found if one.dtypes == (dtype,))
+        for dtype in ("bf16", "f32")
+    }
+    # One layer's matrices and the head; the embedding and the scales of norms are summed in float32 anyway.
+    assert sent["bf16"] == 4 * D * D + 3 * D * F + D * V and sent["f32"] == V * D + 3 * D
+    assert {one.kind for one in report.reductions.found} == {"reduce-scatter"}
 
 
 def test_timelines_are_a_forward_and_a_backward_layer(report: ProgramReport) -> None:

@@ -88,8 +88,28 @@ def test_same_gradients_losses_and_loads(name: str, reference: Any) -> None:
     for key in ("load", "dropped", "overflowed"):
         np.testing.assert_array_equal(sums[key], known[key])
     assert (sums["dropped"].sum() > 0) == (plan_name == "capacity")
-    for key in ("loss", "balance", "router_z", "objective"):
+    for key in {"loss", "balance", "mass", "router_z", "objective"} & known.keys():
         np.testing.assert_allclose(sums[key].sum(), known[key].sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "sections"),
+    [(1, {"train": {"accumulation": 4}}), (8, {"mesh": {"seq": 4, "data": 2}})],
+    ids=["4 microbatches", "sequences padded for 4 devices"],
+)
+def test_metrics_are_those_of_the_global_batch(devices: int, sections: dict[str, dict[str, Any]]) -> None:
+    """A length that 2 x 4 devices do not divide is padded; a balance loss of weight 0 has no counting forward pass."""
+    moe = {**MOE, "balance_weight": 0.0, "capacity": 0.7}
+
+    def metrics(devices: int, **sections: dict[str, Any]) -> dict[str, Any]:
+        tree = {**sections, "model": {**MODEL, "moe": moe}, "data": {**BASE["data"], "seq_len": 26}}
+        batch = {name: field[:, :26] for name, field in BATCHES[0].items()}
+        return train_on(setup_of(config_of(**tree), devices), [batch])[0][0]
+
+    want, got = metrics(1), metrics(devices, **sections)
+    assert want["dropped"] > 0 and got["expert_load"] == want["expert_load"]
+    for name in ("dropped", "scored_tokens", "fill", "loss", "imbalance", "balance_loss", "router_z_loss"):
+        assert got[name] == pytest.approx(want[name], rel=1e-5), name
 
 
 @pytest.mark.prove
