@@ -32,6 +32,8 @@ class Verify(Verb):
     """Hugging Face folder with reference.npz and reference.json: compare with the results of PyTorch instead."""
     mesh: str | None = None
     """Mesh sizes for --reference, such as data=2,tensor=2; default one device."""
+    precision: str | None = None
+    """bfloat16 or float16: compare each gradient leaf in this dtype with float32, in units of an ideal step's error."""
     json: bool = False
     """Print one JSON object on stdout."""
 
@@ -43,6 +45,8 @@ class Verify(Verb):
             raise ConfigError("verify takes a CONFIG, or --reference DIR: name one of the two")
         if self.mesh is not None and self.reference is None:
             raise ConfigError(f"--mesh {self.mesh} goes with --reference: write --layouts '{self.mesh}'")
+        if self.precision is not None and self.reference is not None:
+            raise ConfigError(f"--precision {self.precision} goes with a CONFIG, not with --reference")
         from jaxtrain.prove.devices import find_devices
 
         config = None if self.config is None else load_config(self.config, overrides)
@@ -50,12 +54,16 @@ class Verify(Verb):
         return self._reference(overrides, devices) if config is None else self._layouts(config, devices)
 
     def _layouts(self, config: RunConfig, devices: list[Any]) -> int:
+        from jaxtrain.prove.low_precision import verify_precision
         from jaxtrain.prove.show import fault_lines, report_to_json, show_report, verify_progress
         from jaxtrain.prove.verify import verify
 
         errors = Console(stderr=True)
         with verify_progress(errors, bar=config.observe.progress and errors.is_terminal) as on_progress:
-            report = verify(config, self.layouts, devices, on_progress)
+            if self.precision is None:
+                report = verify(config, self.layouts, devices, on_progress)
+            else:
+                report = verify_precision(config, self.precision, self.layouts, devices, on_progress)
         if self.json:
             print_json(report_to_json(report))
         else:

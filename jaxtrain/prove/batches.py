@@ -80,6 +80,22 @@ def adversarial_batches(batch_size: int, seq_len: int, vocab: int, seed: int = 0
     return [mixed, odd, _with_one_scored(_step_batch(rng, vocab, sizes, rates), batch_size // 2)]
 
 
+def zipf_batch(batch_size: int, seq_len: int, vocab: int, seed: int = 0) -> StepBatch:
+    """Full packed sequences whose ids follow Zipf's law: id n has the probability of 1 / (n + 1), up to a factor."""
+    rng = np.random.default_rng(seed)
+    sizes = []
+    for _ in range(batch_size):
+        first = int(rng.integers(1, seq_len))
+        sizes.append([first, seq_len - first])
+    made = _step_batch(rng, vocab, sizes, [0.9] * batch_size)
+    shares = 1 / np.arange(1, vocab + 1)
+    tokens = rng.choice(vocab, len(made.documents.tokens), p=shares / shares.sum()).astype(np.int32)
+    documents = made.documents
+    return StepBatch(
+        Documents(tokens, documents.starts, documents.stops, documents.names, documents.scored), made.sequences
+    )
+
+
 def repack(step_batch: StepBatch, packing: str, seq_len: int) -> StepBatch:
     """The same documents packed by one of the loader's packers.
 

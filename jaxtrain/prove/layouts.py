@@ -109,6 +109,25 @@ EXPERTS = (
     "pipe=2, seq=2, expert=2, pipeline.schedule=interleaved, train.accumulation=2",
     "pipe=2, tensor=2, expert=2, rules.preset=[tensor_sequence], train.global_batch=18, train.accumulation=3",
 )
+PRECISION = (
+    "data=1",
+    "data=1, train.accumulation=4, remat.policy=full",
+    "data=4, rules.preset=[zero2], train.accumulation=4",
+    "data=-1, rules.preset=[fsdp]",
+    "data=4, rules.preset=[fsdp], train.accumulation=2, remat.policy=full",
+    "tensor=4, rules.preset=[tensor], train.accumulation=2",
+    "tensor=2, rules.preset=[zero2,tensor_sequence], train.accumulation=2, remat.policy=dots",
+    "data=2, tensor=2, rules.preset=[fsdp,tensor_sequence]",
+    "data=2, attention.backend=xla",
+    "data=2, seq=4",
+    "data=2, seq=2, attention.context_parallel=all_gather, rules.preset=[fsdp]",
+    "tensor=2, seq=2, attention.context_parallel=ulysses",
+    "pipe=4, train.accumulation=8",
+    "pipe=2, rules.preset=[fsdp], train.accumulation=4, remat.policy=full",
+    "pipe=2, tensor=2, pipeline.schedule=zero_bubble, rules.preset=[zero2,tensor_sequence], train.accumulation=4",
+    *(EXPERTS[i] for i in (0, 2, 3, 4, 5, 7)),
+)
+"""What `verify --precision` tries: each way in which a gradient is accumulated or crosses devices."""
 
 
 @dataclass(frozen=True)
@@ -128,14 +147,19 @@ class SkippedLayout:
     reason: str
 
 
-def applicable_layouts(config: RunConfig, devices: Sequence[Any]) -> tuple[list[str], list[SkippedLayout]]:
+ALL = (*DENSE, *ATTENTION_LAYOUTS, *SEQUENCE, *PIPELINE, *EXPERTS)
+
+
+def applicable_layouts(
+    config: RunConfig, devices: Sequence[Any], table: Sequence[str] = ALL
+) -> tuple[list[str], list[SkippedLayout]]:
     """The configuration's own layout and the applicable rows of the table, and the rows that are skipped.
 
     A row is skipped if `resolve` refuses it, before anything is compiled: attention backends that need a GPU, stages or
     heads that do not divide, experts without a mixture.
     """
     names, skipped = [FILE], []
-    for name in (*DENSE, *ATTENTION_LAYOUTS, *SEQUENCE, *PIPELINE, *EXPERTS):
+    for name in table:
         try:
             if name in EXPERTS and not config.model.moe.experts:
                 raise ConfigError("model.moe.experts is 0: the model has no experts to shard")

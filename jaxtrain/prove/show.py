@@ -20,7 +20,6 @@ from rich.text import Text
 from jaxtrain.config import to_tree
 from jaxtrain.prove.compare import Check
 from jaxtrain.prove.layouts import SkippedLayout
-from jaxtrain.prove.shrink import SHRINK_RULES
 from jaxtrain.prove.verify import LayoutResult, VerifyReport
 
 STYLES = {"passed": "green", "failed": "bold red", "refused": "yellow"}
@@ -30,7 +29,7 @@ def show_report(report: VerifyReport, console: Console) -> None:
     """Print the shrinking rules, the table of layouts and the counts."""
     model = report.config.model
     console.print("The model is shrunk, with the same structure:", style="bold")
-    for line in SHRINK_RULES:
+    for line in report.rules:
         console.print(f"- {line}", highlight=False)
     console.print(
         f"here: {model.n_layers} layers, {model.n_heads} heads over {model.kv_heads}, windows {model.windows}"
@@ -59,7 +58,7 @@ def fault_lines(report: VerifyReport) -> list[str]:
 def report_to_json(report: VerifyReport) -> dict[str, Any]:
     """Plain values: verdict, counts, devices, shrinking rules, the shrunk model, `layouts`, skipped rows."""
     return {
-        "passed": report.passed, "counts": report.counts, "devices": report.devices, "rule": list(SHRINK_RULES),
+        "passed": report.passed, "counts": report.counts, "devices": report.devices, "rule": list(report.rules),
         "model": to_tree(report.config)["model"],
         "layouts": [
             {

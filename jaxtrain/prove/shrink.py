@@ -22,7 +22,7 @@ SHRINK_RULES = (
     "unchanged: tied embeddings, norms, biases, activation, positions, soft caps, sinks, router, shared experts, "
     "latent attention, multi-token prediction, the optimizer, the loss, whatever user code registered",
     "set: clipping, weight decay, z-loss, the mixtures' balance loss and z-loss; float32; Adam's eps 1e-4, so that "
-    "gradients of rounding size make no full step; no expert capacity, since drops depend on the layout",
+    "gradients of rounding size make no full step; no bound of the experts' buffers, since drops depend on the layout",
 )
 """What `shrink` does, one rule a line; printed by `verify`."""
 
@@ -90,7 +90,7 @@ def _mixture(moe: MoeConfig) -> dict[str, Any]:
         "experts": max(_shrink_count(moe.experts, 3), groups), "top_k": min(moe.top_k, 2), "groups": groups,
         "top_groups": groups if moe.top_groups == moe.groups else 1, "d_ff": moe.d_ff and 32,
         "shared": min(moe.shared, 2), "first_dense": min(moe.first_dense, 1), "every": min(moe.every, 2),
-        "balance_weight": 2e-2, "z_weight": 1e-2, "capacity": None, "buffer": None,
+        "balance_weight": 2e-2, "z_weight": 1e-2, "buffer": None,
     }  # fmt: skip
 
 

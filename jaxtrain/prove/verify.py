@@ -26,7 +26,7 @@ from jaxtrain.prove.layouts import (
     without_layout,
 )
 from jaxtrain.prove.measure import Outcome, StepRunner, random_state
-from jaxtrain.prove.shrink import shrink
+from jaxtrain.prove.shrink import SHRINK_RULES, shrink
 from jaxtrain.train.resolve import Bound, bind
 
 LOSS_SCALE = 3.0
@@ -61,6 +61,8 @@ class VerifyReport:
     results: tuple[LayoutResult, ...]
     requested: str = "all"
     not_applicable: tuple[SkippedLayout, ...] = ()
+    rules: tuple[str, ...] = SHRINK_RULES
+    """How the configuration was made smaller."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -134,8 +136,8 @@ class Verifier:
         self._options = FAST_CPU if devices[0].platform == "cpu" else {}
         train, data, moe = config.train, config.data, config.model.moe
         self._step_batches = adversarial_batches(train.global_batch, data.seq_len, config.model.vocab_size)
-        # A balance loss per sequence depends on the packing: then the reference is packed like the layout.
-        self._packed_reference = bool(moe.experts) and moe.balance == "sequence"
+        # A balance loss or a capacity per sequence depends on the packing: the reference is packed like the layout.
+        self._packed_reference = bool(moe.experts) and (moe.balance == "sequence" or moe.capacity is not None)
         sequences = max(len(step_batch.spans) for step_batch in self._step_batches) * 2
         reference = replace(without_layout(config), "mesh.data=1", f"train.global_batch={sequences}")
         self._reference = bind(self._with_xla_options(reference), devices[:1])
@@ -159,7 +161,7 @@ class Verifier:
             setup = bind(self._with_xla_options(layout.config), self._devices[: layout.devices])
             return CompiledLayout(layout, setup, StepRunner(setup, LOSS_SCALE), time.monotonic() - start)
         except Exception as error:
-            return _error_result(name, start, error)
+            return error_result(name, start, error)
 
     def run(self, compiled: CompiledLayout | LayoutResult) -> LayoutResult:
         """Run a layout and compare it with the reference."""
@@ -171,7 +173,7 @@ class Verifier:
             batches, randomized = self._batches(compiled.setup.batch_shape.global_batch, step_batches)
             got = compiled.runner.run(self._initial, batches, randomized)
         except Exception as error:
-            return _error_result(name, start, error)
+            return error_result(name, start, error)
         return self._judge(name, start, got, self._reference_outcome(step_batches))
 
     def _packed_for(self, layout: VerifyLayout) -> tuple[StepBatch, ...]:
@@ -207,7 +209,7 @@ class Verifier:
         return config.model_copy(update={"xla": self._options})
 
 
-def _error_result(name: str, start: float, error: Exception) -> LayoutResult:
+def error_result(name: str, start: float, error: Exception) -> LayoutResult:
     """Refused for a ConfigError; failed for any other error, such as one of the compiler."""
     refused = isinstance(error, ConfigError)
     reason = str(error) if refused else f"{type(error).__name__}: {error}"
