@@ -22,6 +22,7 @@ PROVE_hub := tests/prove/test_hub_reference.py
 PROVE_precision := tests/prove/test_low_precision.py
 PROVE_random := tests/prove/test_random_configurations.py tests/prove/test_random_pipelines.py
 PROVE_supervisor := tests/launch/test_supervised_runs.py tests/launch/test_supervisor.py tests/launch/test_nodes.py
+PROVE_schedulers := tests/prove/test_schedulers.py
 PROVE_structures := tests/prove/test_shipped_structures.py
 PROVE_context := tests/train/test_context_training.py
 PROVE_layouts := tests/train/test_mixture_layouts.py tests/train/test_mtp_layouts.py

@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from jaxtrain.cli.train import Train, default_run
 from jaxtrain.cli.verb import VERB, Config, Verb, run_verb
 from jaxtrain.config import ConfigError, load_config
+from jaxtrain.launch import manifests
 from jaxtrain.launch.detect import first_host
 from jaxtrain.launch.node import Nodes
 from jaxtrain.launch.process import split_address
@@ -55,6 +56,22 @@ class Launch(Verb):
     """Seconds without a word after which a node is cut off and all start again together. Default 30."""
     node_wait: float = 600.0
     """Seconds to wait for nodes that are missing, at the start or after a failure. Default 600."""
+    slurm: bool = False
+    """Start nothing; print a batch script for sbatch: one launcher on each of --nodes (default cluster.nodes)."""
+    partition: str | None = None
+    """With --slurm: the partition."""
+    account: str | None = None
+    """With --slurm: the account."""
+    time: str | None = None
+    """With --slurm: the time limit, such as 24:00:00; the run is saved before it and queued again."""
+    kubernetes: bool = False
+    """Start nothing; print a JobSet for kubectl apply; needs --image, --claim and --run."""
+    image: str | None = None
+    """With --kubernetes: the container image."""
+    claim: str | None = None
+    """With --kubernetes: CLAIM:/PATH, the volume claim that all nodes share and where it is mounted."""
+    namespace: str | None = None
+    """With --kubernetes: the namespace."""
 
     example: ClassVar[str] = "jaxtrain launch tiny --processes 2 --devices-per-process 2 --mesh.data 4"
 
@@ -64,6 +81,11 @@ class Launch(Verb):
         from jaxtrain.launch.local import launch
 
         directory = self.run or default_run(self.config)
+        if self.slurm or self.kubernetes:
+            print(self._manifest(directory, overrides), end="")
+            return 0
+        self._refuse_unused(("partition", "account", "time"), "--slurm")
+        self._refuse_unused(("image", "claim", "namespace"), "--kubernetes")
         nodes = self._nodes()
         by_hand = self.process_id is not None or (self.coordinator is not None and nodes is None)
         if by_hand or (self.processes is None and under_scheduler()):
@@ -84,6 +106,48 @@ class Launch(Verb):
             limits=Limits(config.watchdog.factor, config.watchdog.floors), record=partial(record_in, directory),
             newest_checkpoint=partial(newest_checkpoint, directory), nodes=nodes,
         )  # fmt: skip
+
+    def _manifest(self, directory: Path, overrides: Sequence[str]) -> str:
+        """What --slurm or --kubernetes prints."""
+        if self.slurm and self.kubernetes:
+            raise ConfigError("--slurm and --kubernetes exclude each other: print one manifest at a time")
+        for name in ("process_id", "coordinator", "node_rank"):
+            if getattr(self, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} goes with processes that are started here: the manifest sets it itself")
+        self._refuse_unused(("image", "claim", "namespace") if self.slurm else ("partition", "account", "time"), None)
+        cluster = load_config(self.config, overrides).cluster
+        options = ["--run", str(directory), "--processes", str(self.processes or 1)]
+        for name in ("devices_per_process", "restarts", "grace", "node_timeout", "node_wait"):
+            value = getattr(self, name)
+            if value != type(self).__dataclass_fields__[name].default:
+                options += [f"--{name.replace('_', '-')}", f"{value:g}"]
+        options += ["--from", str(self.from_)] if self.from_ else []
+        options += ["--from-optimizer"] if self.from_optimizer else []
+        python = sys.executable if self.slurm else "python"
+        words = manifests.launch_words(python, self.config, options, overrides)
+        nodes = self.nodes or cluster.nodes or 1
+        job = manifests.Job(manifests.job_name(directory.name), words, nodes, cluster.devices_per_node, self.grace)
+        if self.slurm:
+            return manifests.slurm_script(job, manifests.Slurm(self.partition, self.account, self.time), os.getcwd())
+        return manifests.kubernetes_manifest(job, self._kubernetes(directory))
+
+    def _kubernetes(self, directory: Path) -> manifests.Kubernetes:
+        claim, colon, mount = (self.claim or "").partition(":")
+        if self.image is None or not (claim and colon and mount.startswith("/")):
+            raise ConfigError(
+                f"--kubernetes needs --image IMAGE and --claim CLAIM:/PATH (given: {self.image}, {self.claim}): the "
+                "image with jaxtrain, and the volume claim with the path at which it is mounted"
+            )
+        if self.run is None or not directory.is_relative_to(mount):
+            raise ConfigError(f"--kubernetes needs --run below {mount}, on the shared volume, not {self.run}")
+        return manifests.Kubernetes(self.image, claim, mount, self.namespace)
+
+    def _refuse_unused(self, names: Sequence[str], wanted: str | None) -> None:
+        for name in names:
+            if getattr(self, name) is not None:
+                other = wanted or ("--kubernetes" if self.slurm else "--slurm")
+                raise ConfigError(f"--{name} {getattr(self, name)} has no effect without {other}")
 
     def _nodes(self) -> Nodes | None:
         """The nodes of the job, from the options or from srun; None for this machine alone."""

@@ -16,6 +16,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +25,16 @@ from types import FrameType
 import jax
 
 from jaxtrain.launch.coordination import client
+from jaxtrain.launch.heartbeat import RANK
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LAG = 2
 """Steps between the border at which a signal is published and the one at which all processes save."""
+ONE_REQUEST_S = 2.0
+"""Seconds after a signal in which another one is the same request, for a process that a launcher started.
+
+Slurm signals every process of a step, and the launcher passes on what it gets.
+"""
 UNWIND_S = 5.0
 """Seconds that a start-up gets to remove its temporary files; native code such as a compilation cannot be left."""
 
@@ -46,6 +53,7 @@ class StopSignals:
     def __init__(self, directory: Path) -> None:
         self._directory, self._key = directory, f"jaxtrain/stop/{next(_runs)}"
         self._moment = "start"
+        self._repeats_until = 0.0
         self._timer: threading.Timer | None = None
         self.received: int | None = None
         """Number of the first signal of this process."""
@@ -119,10 +127,13 @@ class StopSignals:
             for number in numbers:
                 if number not in SIGNALS:
                     continue
-                name = signal.Signals(number).name
+                name, now = signal.Signals(number).name, time.monotonic()
+                if now < self._repeats_until:
+                    continue
                 if self.received is not None:
                     _leave(number, f"{name} again, ended at once: {self.resumption()}")
                 self.received = number
+                self._repeats_until = now + ONE_REQUEST_S if RANK in os.environ else 0.0
                 if self._moment == "start":
                     self._timer = threading.Timer(UNWIND_S, _leave, (number, self._ended(number)))
                     self._timer.daemon = True

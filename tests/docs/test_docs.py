@@ -38,7 +38,8 @@ def commands() -> Iterator[Any]:
             words = shlex.split(line, comments=True)
             starts = [i for i, word in enumerate(words) if word == "jaxtrain"]
             if starts:
-                yield pytest.param(words[starts[0] + 1 :], id=line.strip()[:80])
+                end = words.index(">") if ">" in words else None
+                yield pytest.param(words[starts[0] + 1 : end], id=line.strip()[:80])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -153,7 +153,7 @@ def test_same_losses_and_parameters_beside_stages(name: str) -> None:
     kind, devices, laid = (LAYOUTS | PROVEN)[name]
     want, setup = train_on(on(kind), BATCHES), on(kind, devices, laid)
     metrics, state, _ = train_on(setup, BATCHES)
-    _same(metrics, CheckpointOrder(setup).to_checkpoint(state)["params"], want)
+    _same(metrics, CheckpointOrder(setup).to_model_order(state)["params"], want)
 
 
 def _same(metrics: list[dict[str, Any]], params: Any, reference: Any) -> None:
