@@ -57,7 +57,7 @@ def new_key(key: str, source: str) -> str:
     new = KEYS.get(key, key)
     if new != key:
         until = "the old name stays accepted" if key in PERMANENT else f"the old name is refused from {REFUSED_IN} on"
-        _hint(f"{source}: {key} is now named {new}; {until}", key)
+        hint(f"{source}: {key} is now named {new}; {until}", key)
     return new
 
 
@@ -76,7 +76,7 @@ def _migrated(value: Any, path: str, source: str, hints: bool) -> Any:
         if (new := VALUES[path].get(name)) is not None:
             if hints:
                 text = f"{source}: {path} {value!r} is now {kind + colon + new!r}"
-                _hint(f"{text}; the old value is refused from {REFUSED_IN} on", f"{path}={value}")
+                hint(f"{text}; the old value is refused from {REFUSED_IN} on", f"{path}={value}")
             return kind + colon + new
     return value
 
@@ -95,7 +95,8 @@ def _migrated_section(section: Mapping[Any, Any], path: str, source: str, hints:
     return out
 
 
-def _hint(text: str, name: str) -> None:
+def hint(text: str, name: str) -> None:
+    """Print a line on stderr, once in a process for each `name`."""
     if name not in _hinted:
         _hinted.add(name)
         print(f"jaxtrain: {text}", file=sys.stderr)

@@ -9,11 +9,20 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from jaxtrain.config.aliases import migrate, migrate_value, new_key
+from jaxtrain.config.aliases import hint, migrate, migrate_value, new_key
 from jaxtrain.config.errors import ConfigError, nearest
 from jaxtrain.config.settings import ClusterConfig, RunConfig
 from jaxtrain.config.suggest import suggest_key
-from jaxtrain.config.values import NULLS, Plain, dump_yaml, find_annotation, parse_override, parse_yaml, read_number
+from jaxtrain.config.values import (
+    NULLS,
+    Plain,
+    RepeatedKeyError,
+    dump_yaml,
+    find_annotation,
+    parse_override,
+    parse_yaml,
+    read_number,
+)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 CONFIG_ROOT = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
@@ -92,6 +101,10 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
         if not equals or not all(given.split(".")):
             raise ConfigError(f"override {override!r} is not of the form section.key=value")
         key = new_key(given, "override")
+        if key in spelled:
+            hint(
+                f"override {given} is given more than once: the last one holds, {override.strip()}", f"twice:{override}"
+            )
         if spelled.setdefault(key, given) != given:
             raise ConfigError(f"overrides {spelled[key]} and {given} set the same setting: use {key} alone")
         parts = key.split(".")
@@ -103,7 +116,10 @@ def apply_overrides(tree: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
                     f"override {override!r}: {part} is one value, it has no key {parts[-1]!r}; set {part}"
                 )
             node = child
-        value = parse_override(text, find_annotation(RunConfig, key))
+        try:
+            value = parse_override(text, find_annotation(RunConfig, key))
+        except RepeatedKeyError as error:
+            raise ConfigError(f"override {override!r}: {error}") from None
         node[parts[-1]] = migrate_value(value, key, "override")
     return out
 

@@ -27,10 +27,28 @@ class Plain(str):
     __slots__ = ()
 
 
+class RepeatedKeyError(yaml.YAMLError):
+    """A key that stands twice in one mapping; YAML readers drop the first one silently."""
+
+    def __init__(self, key: str, first: int, second: int) -> None:
+        super().__init__(f"{key} stands twice, in line {first} and in line {second}: write it once, with all entries")
+
+
 class Loader(yaml.SafeLoader):
     """Reads unquoted scalars as `Plain`, keys as text; of the implicit tags only merge keys (<<) remain."""
 
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile(r"<<"))]}
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """A mapping; raises RepeatedKeyError. Here, since merge keys are not resolved yet."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise RepeatedKeyError(name, lines[name], line)
+            lines[name] = line
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Keys are text: no key of a configuration is a number."""
@@ -52,7 +70,7 @@ Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, _FIRST)
 
 
 def parse_yaml(text: str) -> Any:
-    """Mappings, lists, text and `Plain`; raises yaml.YAMLError."""
+    """Mappings, lists, text and `Plain`; raises yaml.YAMLError, RepeatedKeyError for a key that stands twice."""
     return yaml.load(text, Loader=Loader)
 
 
@@ -62,12 +80,17 @@ def dump_yaml(tree: Any) -> str:
 
 
 def parse_override(text: str, annotation: Any) -> Any:
-    """The value of an override: YAML for a list or a mapping; verbatim text, quotes included, for a text setting."""
+    """The value of an override: YAML for a list or a mapping; verbatim text, quotes included, for a text setting.
+
+    Raises RepeatedKeyError.
+    """
     if not _holds_container(annotation):
         # The empty text is no null here: on a command line null is written out.
         return Plain(text if str in union_branches(annotation) else text.strip()) if text else ""
     try:
         return parse_yaml(text) if text else ""
+    except RepeatedKeyError:
+        raise
     except yaml.YAMLError:
         return text
 

@@ -10,6 +10,8 @@ import yaml
 
 from jaxtrain.config import CONFIG_ROOT, ConfigError, diff_configs, dump_config, load_config, replace, to_tree, validate
 from jaxtrain.config import settings as schema
+from jaxtrain.config.load import read_yaml
+from jaxtrain.config.values import parse_yaml
 from jaxtrain.mesh.rules import resolve_rules
 
 SHIPPED = sorted(str(path.relative_to(CONFIG_ROOT)) for path in CONFIG_ROOT.rglob("*.yaml"))
@@ -31,6 +33,40 @@ def test_files_win_over_their_bases_and_overrides_over_files(tmp_path: Path) -> 
     assert (config.train.steps, config.train.global_batch) == (7, 2)
     assert config.optimizer.learning_rate == 3e-4
     assert "mlp" in config.rules.model_fields_set and "embed" not in config.rules.model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "train: {steps: 3}\nmodel: {d_model: 8}\n\ntrain:\n  global_batch: 4\n",
+            "train stands twice, in line 1 and in line 4",
+        ),
+        ("train:\n  steps: 3\n  # so that\n  steps: 4\n", "steps stands twice, in line 2 and in line 4"),
+        ("data: {sources: [{text: a}, {text: b, 'text': c}]}", "text stands twice, in line 1 and in line 1"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "above.yaml").write_text("base: run.yaml\n")
+    for name in ("run.yaml", "above.yaml"):
+        with pytest.raises(ConfigError, match=words):
+            load_config(tmp_path / name)
+
+
+def test_merged_keys_may_be_replaced_and_overrides_are_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The keys of `<<` stand once where they are written; a mapping that is read twice stays one mapping."""
+    (tmp_path / "run.yaml").write_text("model: &m {d_model: 64, n_layers: 2}\nbase: []\n")
+    tree = read_yaml(tmp_path / "run.yaml")
+    assert tree["model"] == {"d_model": "64", "n_layers": "2"}
+    merged = parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: {<<: *a}\nd: {<<: *a, x: 0}\n")
+    assert merged["b"] == {"x": "1", "y": "3"} and merged["d"] == {"x": "0", "y": "2"}
+    with pytest.raises(ConfigError, match=r"override 'data.sources=.*text stands twice"):
+        load_config("tiny", ["data.sources=[{text: a, text: b}]"])
+    assert load_config("tiny", ["train.steps=3000", "train.steps=400"]).train.steps == 400
+    assert "train.steps is given more than once: the last one holds, train.steps=400" in capsys.readouterr().err
 
 
 def test_a_circle_of_bases_is_named(tmp_path: Path) -> None:
