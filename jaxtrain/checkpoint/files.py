@@ -166,6 +166,14 @@ def system_error(error: BaseException) -> int | None:
     return None
 
 
+def removed_while_trained(what: str) -> str:
+    """The message where somebody else removed files of a run."""
+    return (
+        f"{what} was removed or replaced while this process trained there: nothing more is written; restore the "
+        "directory and run the same command again to resume, or start a new run"
+    )
+
+
 def describe_error(error: BaseException) -> str:
     """Type and first line of the error at the root of an exception."""
     root = list(_causes(error))[-1]

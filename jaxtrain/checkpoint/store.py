@@ -33,6 +33,7 @@ from jaxtrain.checkpoint.files import (
     list_steps,
     read_record,
     release_memory,
+    removed_while_trained,
     sync_files,
     system_error,
     with_hash,
@@ -67,7 +68,11 @@ class Checkpoints(CheckpointReader):
         self._history: set[int] = set()
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._handle: int | None = None
         self._all_do("checkpoint directory", self._open)
+        # Held open: the number of a removed folder would go to the next one.
+        with contextlib.suppress(OSError):
+            self._handle = os.open(self.directory, os.O_RDONLY)
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is due after `step`, by checkpoint.every or checkpoint.every_minutes."""
@@ -132,11 +137,13 @@ class Checkpoints(CheckpointReader):
         self.wait()
 
         def discard() -> None:
+            self._set_damaged_aside()
             for later in list_steps(self.directory):
                 if later > step:
                     self._remove(later)
 
         self._all_do("checkpoints discarded", discard)
+        self._damaged = []
         self._history = {s for s in self._history if s <= step}
 
     def wait(self) -> None:
@@ -150,7 +157,12 @@ class Checkpoints(CheckpointReader):
 
     def close(self) -> None:
         """Wait for writes."""
-        self.wait()
+        try:
+            self.wait()
+        finally:
+            if self._handle is not None:
+                os.close(self._handle)
+                self._handle = None
 
     def _open(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -164,14 +176,19 @@ class Checkpoints(CheckpointReader):
 
     def _begin(self, step: int) -> None:
         """Set damaged checkpoints aside and create the folder to write to."""
+        if self._was_removed():
+            raise FileNotFoundError(self.directory)
+        self._set_damaged_aside()
+        shutil.rmtree(self._draft(step), ignore_errors=True)
+        (self._draft(step) / STATE).mkdir(parents=True)
+
+    def _set_damaged_aside(self) -> None:
         for damaged in self._damaged:
             names = (self.directory / f"damaged-{damaged}-{n}" for n in itertools.count())
             target = next(name for name in names if not name.exists())
             (self.directory / str(damaged)).rename(target)
             self._facts.pop(damaged, None)
             logger.warning("damaged checkpoint %s renamed to %s", damaged, target)
-        shutil.rmtree(self._draft(step), ignore_errors=True)
-        (self._draft(step) / STATE).mkdir(parents=True)
 
     def _commit(self, step: int, record: CheckpointRecord, futures: list[Any], problem: str) -> None:
         """Wait for the files of all processes, then make them the checkpoint of `step`."""
@@ -184,6 +201,11 @@ class Checkpoints(CheckpointReader):
         if problem:
             if self._primary:
                 shutil.rmtree(self._draft(step), ignore_errors=True)
+                if self._was_removed():
+                    # The array writer makes missing folders again.
+                    with contextlib.suppress(OSError):
+                        self.directory.rmdir()
+                        self.directory.parent.rmdir()
             raise StorageError(problem)
         self._all_do("checkpoint committed", lambda: self._finish(step, record))
 
@@ -238,7 +260,18 @@ class Checkpoints(CheckpointReader):
         if problem := shared_reason(name, problem, READ_LIMIT):
             raise StorageError(problem)
 
+    def _was_removed(self) -> bool:
+        """Whether the directory is not the one that was opened."""
+        if self._handle is None:
+            return False
+        try:
+            return not os.path.samestat(os.fstat(self._handle), self.directory.stat())
+        except OSError:
+            return True
+
     def _describe(self, error: Exception) -> str:
+        if self._was_removed():
+            return removed_while_trained(f"checkpoint directory {self.directory}")
         number = system_error(error)
         cause = describe_error(error) if number is None else f"{os.strerror(number)}: {describe_error(error)}"
         return (

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from jaxtrain.config import ConfigError, ObserveConfig
+from jaxtrain.config import ConfigError, ObserveConfig, StorageError
 from jaxtrain.observe.events import record_event
 from jaxtrain.observe.files import METRICS, read_metrics, to_json, truncate_metrics, write_atomic
 
@@ -143,10 +143,17 @@ def describe(row: Mapping[str, Any], short: bool = False) -> str:
 class _Jsonl:
     def __init__(self, path: Path) -> None:
         # Line-buffered: a killed process loses at most the line that it was writing.
+        self._path = path
         self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(to_json(row) + "\n")
+        try:
+            self._file.write(to_json(row) + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"{self._path} cannot be written ({error.strerror}): free space or permit writing and run the same "
+                "command again"
+            ) from None
 
     def close(self) -> None:
         self._file.close()

@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 
+from jaxtrain.checkpoint.files import removed_while_trained
 from jaxtrain.config import ConfigError, RunError, StorageError
 from jaxtrain.launch.coordination import exchange
 
@@ -52,15 +53,18 @@ class Lease:
     def check(self) -> None:
         """Raise RunError where another process took this lease over, which it does after a minute without heartbeats.
 
-        Call it before every save: a process that was suspended must not write into a directory that another one trains.
+        Raises StorageError where the lease, or the whole run directory, was removed. Call it before every save: a
+        process that was suspended must not write into a directory that another one trains.
         """
         found = _read(self._directory / LEASE)
         if found is not None and found.get("token") == self._claim["token"]:
             return
-        who = "the lease is gone" if found is None else f"now {describe(found)} trains there"
+        if found is None:
+            raise StorageError(removed(self._directory, LEASE))
         raise RunError(
-            f"{self._directory} is no longer held by this process ({who}): it was suspended or cut off from its "
-            "storage for more than a minute; nothing more is written, look at the other process"
+            f"{self._directory} is no longer held by this process (now {describe(found)} trains there): it was "
+            "suspended or cut off from its storage for more than a minute; nothing more is written, look at the other "
+            "process"
         )
 
     def close(self) -> None:
@@ -136,6 +140,31 @@ def take(
             "name another --run directory"
         ) from None
     return Lease(directory, claim, file, made, every)
+
+
+def removed(directory: Path, file: str) -> str:
+    """The message for files of a run that were removed while a process trained it."""
+    gone = not directory.is_dir()
+    return removed_while_trained(
+        f"the run directory {directory}" if gone else f"{file} of the run directory {directory}"
+    )
+
+
+@contextlib.contextmanager
+def storage_errors(directory: Path) -> Iterator[None]:
+    """Errors of files of a run directory as StorageError, which says what happened."""
+    try:
+        yield
+    except OSError as error:
+        path = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else None
+        if path is None or not path.absolute().is_relative_to(directory.absolute()):
+            raise
+        if isinstance(error, FileNotFoundError):
+            raise StorageError(removed(directory, str(path.absolute().relative_to(directory.absolute())))) from None
+        raise StorageError(
+            f"{path} cannot be read or written ({error.strerror}): free space, or permit it, and run the same command "
+            "again"
+        ) from None
 
 
 def describe(claim: Claim) -> str:

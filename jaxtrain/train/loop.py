@@ -22,7 +22,7 @@ from jaxtrain.observe.log import Log
 from jaxtrain.train.agreement import agree_on_corpus, agree_on_start
 from jaxtrain.train.feed import BatchFeed
 from jaxtrain.train.hooks import Evaluate, Hook
-from jaxtrain.train.lease import hold
+from jaxtrain.train.lease import hold, storage_errors
 from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.recorder import Recorder
 from jaxtrain.train.resolve import bind
@@ -79,6 +79,7 @@ def train(
         run = Run(bound, corpus, feed, checkpoints, log, directory, signals, check_lease)
         run.given, given = given, None
         stack.enter_context(run.recorded_end())
+        stack.enter_context(storage_errors(directory))
         if primary:
             write_run(directory, config, describe_sharding(bound), environment())
             if source:

@@ -143,6 +143,8 @@ class Run:
         self.state = {}
         found = self._load()
         assert found is not None, "the newest checkpoint was there"
+        # A crash must not resume from the history that ended here.
+        self._checkpoints.discard_after(found.step)
         counters.rollbacks += 1
         self.event("rollback", step=self.step, to=found.step, why=why, rollbacks=counters.rollbacks)
         self.log.info(

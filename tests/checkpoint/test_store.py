@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -369,6 +370,17 @@ def test_a_directory_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot be written"):
         store(tmp_path / "file" / "run")
+
+
+def test_a_directory_that_is_removed_is_not_made_again(tmp_path):
+    checkpoints = store(tmp_path / "run", asynchronous=False)
+    checkpoints.save(1, state_of(1), DATA, META)
+    shutil.rmtree(tmp_path / "run")
+    for _ in range(2):
+        with pytest.raises(StorageError, match="run was removed or replaced while this process trained there"):
+            checkpoints.save(2, state_of(2), DATA, META)
+    assert not (tmp_path / "run").exists()
+    checkpoints.close()
 
 
 def test_a_full_disk_is_a_clear_error_and_later_saves_go_on(two):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 import jax
 import pytest
 
-from jaxtrain.config import ConfigError, RunConfig, StoppedError, replace, validate
+from jaxtrain.config import ConfigError, RunConfig, StoppedError, StorageError, replace, validate
 from jaxtrain.observe.events import read_events
+from jaxtrain.observe.files import write_summary
 from jaxtrain.train import summary
 from jaxtrain.train.loop import train
 from jaxtrain.train.run import Run
@@ -144,6 +146,36 @@ def test_a_plot_that_fails_is_reported_and_the_run_is_complete(
             assert written[key] == right[key] == result[key], key
         assert written["measured_updates"] == right["measured_updates"] == 5
         assert written["tokens_per_s"] == pytest.approx(right["tokens_per_s"])
+
+
+class Remove:
+    """Removes the run directory after a step, before its checkpoint."""
+
+    def due(self, run: Run) -> bool:
+        return run.step == 3
+
+    def __call__(self, run: Run) -> None:
+        run.wait_for_checkpoints()
+        shutil.rmtree(run.directory)
+
+
+def test_a_run_directory_that_is_removed_ends_the_run_with_status_74(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        StorageError, match=r"the run directory .*/run was removed or replaced while this process trained"
+    ) as caught:
+        train(config, tmp_path / "run", quiet=True, hooks=[Remove()])
+    assert caught.value.status == 74 and not (tmp_path / "run").exists()
+
+    # In the moment between the last look at the lease and the summary.
+    def remove(directory: Path, result: Any) -> None:
+        shutil.rmtree(directory)
+        write_summary(directory, result)
+
+    monkeypatch.setattr(summary, "write_summary", remove)
+    with pytest.raises(StorageError, match=r"run directory .*/late was removed or replaced while this process trained"):
+        train(config, tmp_path / "late", quiet=True)
 
 
 def test_a_prompt_without_room_is_refused_at_the_start(config: RunConfig, tmp_path: Path) -> None:

@@ -81,6 +81,26 @@ class StopAt:
         run.stop("asked")
 
 
+class Damage:
+    """Alters the newest checkpoint before a step that is a spike, and sees what is left after the rollback."""
+
+    def __init__(self, step: int) -> None:
+        self.at, self.left = step, list[str]()
+
+    def due(self, run: Run) -> bool:
+        return run.step in (self.at, self.at + 1)
+
+    def __call__(self, run: Run) -> None:
+        folder = run.directory / "checkpoints"
+        if run.step > self.at:
+            self.left = sorted(path.name for path in folder.iterdir())
+            return
+        run.wait_for_checkpoints()
+        newest = max((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+        record = newest / "record" / "metadata"
+        record.write_bytes(record.read_bytes()[:-9] + b"altered!}")
+
+
 class Poison:
     """Makes one parameter NaN after a step."""
 
@@ -140,6 +160,13 @@ def test_a_spike_is_skipped_and_a_resumed_run_skips_the_same(
     train(back, tmp_path / "resumed", quiet=True, hooks=[StopAt(at + 1)])
     train(back, tmp_path / "resumed", quiet=True)
     assert rows_of(tmp_path / "resumed") == again
+
+    # After a rollback beyond a checkpoint, a crash must not resume from it: its steps are another history.
+    damage = Damage(at)
+    train(replace(back, f"train.steps={at + 1}"), tmp_path / "beyond", quiet=True, hooks=[damage])
+    (rollback,) = events_of(tmp_path / "beyond", "rollback")
+    assert rollback["to"] == to - 4 and f"damaged-{to}-0" in damage.left
+    assert max(int(name) for name in damage.left if name.isdecimal()) == to - 4
 
 
 def test_an_overflow_of_the_update_is_not_applied_and_the_run_ends_with_status_3(
