@@ -17,6 +17,7 @@ PROVE_package := tests/docs/test_docs.py tests/test_package.py
 PROVE_faults := tests/checkpoint/test_memory.py tests/prove/test_faults.py tests/train/test_signals.py tests/train/test_replay.py
 PROVE_campaign := tests/prove/test_campaign.py
 PROVE_campaign_jobs := tests/prove/test_campaign_jobs.py
+PROVE_local_tier := tests/prove/test_local_tier.py
 PROVE_processes := tests/prove/test_processes.py
 PROVE_hub := tests/prove/test_hub_reference.py
 PROVE_precision := tests/prove/test_low_precision.py

@@ -3,7 +3,10 @@
 from jaxtrain.checkpoint.contents import inspect_checkpoint
 from jaxtrain.checkpoint.digest import digest
 from jaxtrain.checkpoint.gather import gather_json
+from jaxtrain.checkpoint.local import LocalTier
 from jaxtrain.checkpoint.reader import CheckpointReader, Restored
 from jaxtrain.checkpoint.store import Checkpoints
 
-__all__ = ["CheckpointReader", "Checkpoints", "Restored", "digest", "gather_json", "inspect_checkpoint"]
+__all__ = [
+    "CheckpointReader", "Checkpoints", "LocalTier", "Restored", "digest", "gather_json", "inspect_checkpoint",
+]  # fmt: skip

@@ -34,6 +34,7 @@ from jaxtrain.config.settings import (
     ClusterConfig,
     EvalConfig,
     GuardConfig,
+    LocalTierConfig,
     MeshConfig,
     ObserveConfig,
     OptimizerConfig,
@@ -47,10 +48,10 @@ from jaxtrain.config.settings import (
 
 __all__ = [
     "AXES", "CONFIG_ROOT", "SCHEMA", "AttentionConfig", "Axes", "Axis", "CheckpointConfig", "ClusterConfig",
-    "ConfigError", "CorruptionError", "DataConfig", "DivergedError", "EvalConfig", "GuardConfig", "MeshConfig",
-    "MlaConfig", "ModelConfig", "MoeConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig", "PipelineConfig",
-    "PrecisionConfig", "Registry", "RematConfig", "RopeConfig", "RulesConfig", "RunConfig", "RunError",
-    "SourceConfig", "StoppedError", "StorageError", "TokenizerConfig", "TrainConfig", "check_schema",
+    "ConfigError", "CorruptionError", "DataConfig", "DivergedError", "EvalConfig", "GuardConfig", "LocalTierConfig",
+    "MeshConfig", "MlaConfig", "ModelConfig", "MoeConfig", "ObserveConfig", "OptimizerConfig", "PhaseConfig",
+    "PipelineConfig", "PrecisionConfig", "Registry", "RematConfig", "RopeConfig", "RulesConfig", "RunConfig",
+    "RunError", "SourceConfig", "StoppedError", "StorageError", "TokenizerConfig", "TrainConfig", "check_schema",
     "diff_configs", "dump_config", "is_run", "load_config", "named_cluster", "nearest", "replace", "to_tree",
     "validate",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, field_v
 
 from jaxtrain.config.data import DataConfig
 from jaxtrain.config.model import ModelConfig
+from jaxtrain.config.paths import url_fault
 from jaxtrain.config.section import Section
 
 Axis = Literal["data", "pipe", "tensor", "seq", "expert"]
@@ -260,6 +261,28 @@ class OptimizerConfig(Section):
         return self
 
 
+class LocalTierConfig(Section):
+    """Checkpoints on each node's local disk, with copies in other nodes, between durable ones (emergency tier)."""
+
+    directory: str | None = None
+    """Folder on the local disk of every node, such as /local/nvme/ckpt; variables of the environment ($TMPDIR) are
+    those of each process; null for no local checkpoints."""
+    every: PositiveInt = 10
+    """Steps between local checkpoints."""
+    keep: PositiveInt = 2
+    """Number of newest local checkpoints that are kept; one more is there while it is written."""
+    peers: int = Field(1, ge=0)
+    """Other nodes that hold a copy of each shard: so many nodes may be lost. Data-parallel replicas in other nodes
+    count, and cost nothing."""
+
+    @field_validator("directory")
+    @classmethod
+    def _directory_is_local(cls, directory: str | None) -> str | None:
+        if directory is not None and (fault := url_fault(directory, "checkpoint.local.directory")):
+            raise ValueError(fault)
+        return directory
+
+
 class CheckpointConfig(Section):
     """Saving and restoring."""
 
@@ -275,6 +298,8 @@ class CheckpointConfig(Section):
     """Number of checkpoints with the lowest held-out loss that are kept as well; null for none."""
     asynchronous: bool = True
     """Write checkpoints in the background while training continues."""
+    local: LocalTierConfig = LocalTierConfig()
+    """Checkpoints on the local disks of the nodes."""
 
 
 class EvalConfig(Section):

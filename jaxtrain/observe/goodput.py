@@ -31,9 +31,11 @@ CATEGORIES = {
 
 _SPANS = {
     "restored": ("restore", "seconds"), "compiled": ("compile", "seconds"), "checkpoint": ("checkpoint", "blocked_s"),
-    "evaluation": ("evaluation", "seconds"),
+    "local_checkpoint": ("checkpoint", "blocked_s"), "evaluation": ("evaluation", "seconds"),
 }  # fmt: skip
 """Events at the end of something: its category, and the value that has its seconds."""
+
+_SAVES = ("checkpoint", "local_checkpoint")
 
 Event = dict[str, Any]
 Seconds = dict[str, float]
@@ -187,7 +189,7 @@ def _kept_by_last(attempt: Attempt) -> int:
     """The step up to which the newest start's work stands: all while it runs, else its newest checkpoint."""
     if attempt.kept_all or attempt.find("end", "failure") is None:
         return 1 << 62
-    saved = [int(event["step"]) for _, event in attempt.events if event["kind"] == "checkpoint"]
+    saved = [int(event["step"]) for _, event in attempt.events if event["kind"] in _SAVES]
     return max([attempt.start_step or 0, *saved])
 
 
@@ -239,7 +241,7 @@ def _time_of_step(attempt: Attempt, kept: int, first: float, end: float) -> floa
         return first
     if attempt.kept_all and kept >= max(int(event.get("step") or 0) for _, event in attempt.events):
         return end
-    saved = [at for at, event in attempt.events if event["kind"] == "checkpoint" and int(event["step"]) <= kept]
+    saved = [at for at, event in attempt.events if event["kind"] in _SAVES and int(event["step"]) <= kept]
     if kept >= 1 << 62 or not saved:
         return end
     return min(max(saved[-1], first), end)

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import Checkpoints
+from jaxtrain.checkpoint import Checkpoints, LocalTier
+from jaxtrain.checkpoint.local import run_identity
 from jaxtrain.config import RunConfig, to_tree
 from jaxtrain.data import prepare
 from jaxtrain.launch.agreement import agree_on_directory
@@ -25,7 +26,7 @@ from jaxtrain.train.hooks import Evaluate, Hook
 from jaxtrain.train.lease import hold, storage_errors
 from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.recorder import Recorder
-from jaxtrain.train.resolve import bind
+from jaxtrain.train.resolve import Bound, bind
 from jaxtrain.train.resume import Source, source_of, source_tokenizer, state_from, write_source
 from jaxtrain.train.run import Run
 from jaxtrain.train.run_dir import (
@@ -81,25 +82,52 @@ def train(
         stack.enter_context(run.recorded_end())
         stack.enter_context(storage_errors(directory))
         if primary:
-            write_run(directory, config, describe_sharding(bound), environment())
-            if source:
-                write_source(directory, source)
-        for line in (*startup_report(bound, corpus), *changes, *(f"record skipped: {why}" for why in corpus.reasons)):
-            log.info(line)
+            write_files(bound, directory, source)
+        run.local = open_local_tier(stack, bound, directory)
+        print_startup(run, changes)
         run.restore()
         if primary:
             write_tokenizer(directory, corpus.tokenizer)
-        run.event(
-            "start", began=began, step=run.step, resumed_from=run.resumed_from, processes=jax.process_count(),
-            mesh=bound.topology.sizes, changes=changes, origin=run.origin,
-        )  # fmt: skip
+        record_start(run, began, changes)
         if run.last and (finished := finished_summary(run)):
             return finished
         phases = run_steps(run, hooks)
         signals.end_steps()
-        result = summarize(run, phases, run.wait_for_checkpoints(), time.perf_counter() - started)
+        result = summarize(run, phases, run.finish_checkpoints(), time.perf_counter() - started)
         report_phase("end", run.step)
         return finish(run, result, primary, quiet)
+
+
+def write_files(bound: Bound, directory: Path, source: Source | None) -> None:
+    """The files of a run that say what it is."""
+    write_run(directory, bound.config, describe_sharding(bound), environment())
+    if source:
+        write_source(directory, source)
+
+
+def print_startup(run: Run, changes: Sequence[str]) -> None:
+    """Everything that was resolved, the local checkpoints, changed settings, and records that were skipped."""
+    local = run.local.notes() if run.local else []
+    skipped = (f"record skipped: {why}" for why in run.corpus.reasons)
+    for line in (*startup_report(run.bound, run.corpus), *local, *changes, *skipped):
+        run.log.info(line)
+
+
+def record_start(run: Run, began: float, changes: Sequence[str]) -> None:
+    """The event of a start; `began` on the wall clock."""
+    run.event(
+        "start", began=began, step=run.step, resumed_from=run.resumed_from, processes=jax.process_count(),
+        mesh=run.bound.topology.sizes, changes=list(changes), origin=run.origin,
+    )  # fmt: skip
+
+
+def open_local_tier(stack: contextlib.ExitStack, bound: Bound, directory: Path) -> LocalTier | None:
+    """The local checkpoints of a run, closed with `stack`; None where there are none."""
+    config = bound.config.checkpoint.local
+    if config.directory is None:
+        return None
+    record = partial(record_event, directory, "local_checkpoint")
+    return stack.enter_context(contextlib.closing(LocalTier(config, run_identity(directory), bound.abstract, record)))
 
 
 def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
@@ -137,6 +165,9 @@ def run_steps(run: Run, hooks: Sequence[Hook]) -> PhaseSteps:
                 if counters.spike is not None:
                     run.roll_back(counters.spike)
                     recorder.restart_clock()
+            if run.local_due():
+                recorder.flush()
+                run.save_local()
             if run.checkpoint_due() or run.last:
                 recorder.flush()
                 run.save()

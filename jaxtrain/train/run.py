@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.checkpoint import Checkpoints, Restored
+from jaxtrain.checkpoint import Checkpoints, LocalTier, Restored
 from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import ConfigError, DivergedError, RunConfig, RunError, StoppedError
 from jaxtrain.data import Corpus
@@ -56,6 +56,8 @@ class Run:
         self.origin: dict[str, Any] | None = None
         """The checkpoint whose weights the run began with, recorded in its checkpoints."""
         self.state: TrainState
+        self.local: LocalTier | None = None
+        """The checkpoints on local disks, if checkpoint.local.directory is set."""
         self._checkpoints, self._order = checkpoints, CheckpointOrder(bound)
 
     @property
@@ -94,10 +96,14 @@ class Run:
         Raises ConfigError where corpus or tokenizer are not those of the checkpoint.
         """
         begin = time.perf_counter()
-        found = self._load()
+        found, tier = self._load()
+        if self.local is not None:
+            # Those of later steps are not complete.
+            self.local.discard_after(0 if found is None else found.step)
         if found is None:
             self._begin()
             return
+        self.given = None
         config, old = self.bound.config, self._config_of(found)
         for line in check_same_data(self.directory, config, found.meta, self.corpus):
             self.log.info(line)
@@ -107,8 +113,11 @@ class Run:
         self.counters.skipped, self.counters.rollbacks = found.meta["skipped"], found.meta.get("rollbacks", 0)
         self.log.resume_at(self.step)
         tokens = self.counters.tokens
-        self.event("restored", step=self.step, seconds=time.perf_counter() - begin, bytes=found.bytes)
-        self.log.info(f"resumed at step {self.step} of {self.bound.config.train.steps}, {tokens:,} tokens trained")
+        self.event("restored", step=self.step, seconds=time.perf_counter() - begin, bytes=found.bytes, tier=tier)
+        where = " from the local disks" if tier == "local" else ""
+        self.log.info(
+            f"resumed at step {self.step} of {self.bound.config.train.steps}{where}, {tokens:,} tokens trained"
+        )
         for line in learning_rate_change(old, config, int(self.state["steps"]), tokens):
             self.log.info(line)
 
@@ -136,15 +145,15 @@ class Run:
                 "with a lower --optimizer.learning_rate, a larger --guard.spike or --guard.action skip"
             )
         self._checkpoints.wait()
-        if self._checkpoints.latest() is None:
+        if self._newest_saved() is None:
             self.log.info(f"step {self.step}: no checkpoint to roll back to, the step is skipped alone")
             return
         # Two states may not fit.
         self.state = {}
-        found = self._load()
+        found, _ = self._load()
         assert found is not None, "the newest checkpoint was there"
         # A crash must not resume from the history that ended here.
-        self._checkpoints.discard_after(found.step)
+        self._discard_after(found.step)
         counters.rollbacks += 1
         self.event("rollback", step=self.step, to=found.step, why=why, rollbacks=counters.rollbacks)
         self.log.info(
@@ -153,18 +162,34 @@ class Run:
             "guard.action rollback)"
         )
 
-    def _load(self) -> Restored | None:
-        """Restore state, tokens and history from the newest intact checkpoint, None if there is none."""
+    def _newest_saved(self) -> int | None:
+        """The newest step that this run can go back to."""
+        local = None if self.local is None else self.local.newest
+        return max((step for step in (self._checkpoints.latest(), local) if step is not None), default=None)
+
+    def _discard_after(self, step: int) -> None:
+        self._checkpoints.discard_after(step)
+        if self.local is not None:
+            self.local.discard_after(step)
+
+    def _load(self) -> tuple[Restored | None, str]:
+        """Restore state, tokens and history from the newest intact checkpoint, None if there is none; and its tier."""
         report_phase("restore", self.step)
-        found = self._checkpoints.restore(self._order.checkpoint_layout)
+        bound, counters, tier, found = self.bound, self.counters, "local", None
+        if self.local is not None:
+            newest = self._checkpoints.latest()
+            found = self.local.restore(newer_than=-1 if newest is None else newest)
         if found is None:
-            return None
-        bound, counters = self.bound, self.counters
-        state = carry_over(self._order.from_checkpoint(found.state), self._config_of(found), bound.config)
+            tier, found = "durable", self._checkpoints.restore(self._order.checkpoint_layout)
+            if found is None:
+                return None, tier
+            found = found._replace(state=self._order.from_checkpoint(found.state))
+        state = carry_over(found.state, self._config_of(found), bound.config)
         self.state = state | new_history(bound.config.guard, bound.mesh, found.meta.get(GUARD, {}))
         counters.tokens = counter_int(jax.device_get(state["tokens"]))
         counters.in_a_row, counters.spike = int(state["scaler"]["skipped"]), None
-        return found
+        # The state is the run's own: a step donates it.
+        return found._replace(state=None), tier
 
     def _config_of(self, found: Restored) -> RunConfig:
         return config_of_meta(found.meta, f"checkpoint {found.step} of {self.directory}")
@@ -173,7 +198,7 @@ class Run:
         """Save this step durably for a signal; raises StoppedError."""
         begin = time.perf_counter()
         self.save()
-        self.wait_for_checkpoints()
+        self.finish_checkpoints()
         self.event("stopped", step=self.step, signal=signal)
         raise StoppedError(
             f"{signal}: step {self.step} of {self.bound.config.train.steps} is saved "
@@ -187,15 +212,36 @@ class Run:
         """
         report_phase("checkpoint", self.step)
         self.check_lease()
-        counters, bound = self.counters, self.bound
-        state = {name: part for name, part in self.state.items() if name != GUARD}
+        counters, state = self.counters, self._plain_state()
         # A step that was applied has tested what it made.
         if counters.in_a_row and not jax.jit(all_finite)(state):
             raise DivergedError(
                 f"the state after step {self.step} is not finite and is not saved; {self.signals.resumption()}"
             )
+        self._checkpoints.save(self.step, self._order.to_checkpoint(state), self.feed.get_state(), self._meta())
+
+    def save_local(self) -> None:
+        """Save this step on the local disks, unless it was skipped; raises RunError like `save`."""
+        assert self.local is not None, "local_due said so"
+        report_phase("checkpoint", self.step)
+        if self.counters.in_a_row:
+            return
+        self.check_lease()
+        self.local.save(self.step, self._plain_state(), self.feed.get_state(), self._meta())
+
+    def local_due(self) -> bool:
+        """Whether a save on the local disks is due after this step; the last one is saved durably."""
+        return self.local is not None and not self.last and self.local.due(self.step)
+
+    def _plain_state(self) -> TrainState:
+        """The state without the history of guard.spike, which checkpoints have in their metadata."""
+        return {name: part for name, part in self.state.items() if name != GUARD}
+
+    def _meta(self) -> dict[str, Any]:
+        """The record beside the state of a checkpoint."""
+        counters, bound = self.counters, self.bound
         meta = checkpoint_meta(
-            bound.config, bound.topology.sizes, self.corpus, counters.step, int(state["steps"]), counters.tokens,
+            bound.config, bound.topology.sizes, self.corpus, counters.step, int(self.state["steps"]), counters.tokens,
             counters.skipped, self.origin,
         )  # fmt: skip
         # What the retention of checkpoints reads (checkpoint/retention.py).
@@ -204,11 +250,18 @@ class Run:
             meta["eval_loss"] = counters.eval_loss[1]
         if GUARD in self.state:
             meta[GUARD] = stored_history(self.state[GUARD])
-        self._checkpoints.save(self.step, self._order.to_checkpoint(state), self.feed.get_state(), meta)
+        return meta
 
     def checkpoint_due(self) -> bool:
         """Whether a checkpoint is due after this step; all processes must ask at every step."""
         return self._checkpoints.due(self.step)
+
+    def finish_checkpoints(self) -> int | None:
+        """As `wait_for_checkpoints`, after the last save; the local checkpoints are removed."""
+        newest = self.wait_for_checkpoints()
+        if self.local is not None:
+            self.local.discard_after(-1)
+        return newest
 
     def wait_for_checkpoints(self) -> int | None:
         """Wait until every checkpoint is written; the newest step that has one."""

@@ -115,6 +115,16 @@ def test_a_rollback_undoes_the_steps_since_its_checkpoint() -> None:
     assert found.seconds["productive"] == pytest.approx(15.0) and found.steps_lost == 13
 
 
+def test_a_save_on_local_disks_keeps_its_steps_and_blocks_like_any_other() -> None:
+    local = [*KILLED[:5], event(43, "local_checkpoint", step=13, blocked_s=0.5), *KILLED[5:]]
+    local[9], local[11] = {**local[9], "step": 13, "steps": 2}, {**local[11], "step": 13, "resumed_from": 13}
+    local[10] = {**local[10], "step": 13, "tier": "local"}
+    found = goodput_of(local, rows(20, 2.0, 0.5), EPOCH + 89)
+    assert found.seconds["checkpoint"] == pytest.approx(2.5) and found.steps_lost == 2
+    # Lost is the time after the local save alone: the kill came 11 s after the durable one, which ended at 36 s.
+    assert found.seconds["lost"] == pytest.approx(11.0 - (43 - 36)) and found.wall_s == pytest.approx(89)
+
+
 @pytest.mark.parametrize("jump", [-1e6, 1e6])
 def test_a_clock_jump_changes_nothing(jump: float) -> None:
     moved = [{**item, "time": item["time"] + jump * (i >= 4)} for i, item in enumerate(KILLED)]

@@ -148,6 +148,36 @@ def test_a_plot_that_fails_is_reported_and_the_run_is_complete(
         assert written["tokens_per_s"] == pytest.approx(right["tokens_per_s"])
 
 
+class Crash:
+    """Fails after a step, before it is saved."""
+
+    def due(self, run: Run) -> bool:
+        return run.step == 5
+
+    def __call__(self, run: Run) -> None:
+        raise RuntimeError("planted")
+
+
+def test_a_crash_between_durable_checkpoints_resumes_from_the_local_disk(
+    config: RunConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(config, tmp_path / "unbroken", quiet=True)
+    disk = tmp_path / "disk"
+    local = replace(config, "checkpoint.every=100", f"checkpoint.local={{directory: {disk}, every: 2, keep: 1}}")
+    with pytest.raises(RuntimeError, match="planted"):
+        train(local, tmp_path / "run", quiet=True, hooks=[Crash()])
+    saves = [event for event in read_events(tmp_path / "run") if event["kind"] == "local_checkpoint"]
+    assert [event["step"] for event in saves] == [2, 4] and all(event["bytes"] > 10_000 for event in saves)
+    assert {path.parent.name.partition("-")[0] for path in disk.rglob("*.shards")} == {"4"}, "keep is 1"
+    assert train(local, tmp_path / "run")["resumed_from"] == 4
+    printed = capsys.readouterr().out
+    assert "resumed at step 4 of 6 from the local disks" in printed and "copies of other nodes' shards: none" in printed
+    assert_same_rows(tmp_path / "run", tmp_path / "unbroken")
+    (restored,) = [event for event in read_events(tmp_path / "run") if event["kind"] == "restored"]
+    assert (restored["tier"], restored["step"]) == ("local", 4)
+    assert not list(disk.rglob("*.shards")), "a finished run needs none"
+
+
 class Remove:
     """Removes the run directory after a step, before its checkpoint."""
 

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -109,6 +110,15 @@ class Bench:
     def start(self, command: Sequence[str], **env: str) -> Job:
         """Start a command with planted faults in `env`."""
         return Job(command, self.environment(**env), self.folder)
+
+    def start_nodes(self, run: Path, nodes: int, config: Path, **env: str) -> list[Job]:
+        """One trainer for each of so many nodes of this machine; JAXTRAIN_HOST tells them apart."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        words = [sys.executable, "-m", "jaxtrain", "train", str(config), "--run", str(run)]
+        words += ["--coordinator", f"127.0.0.1:{port}", "--processes", str(nodes), "--process-id"]
+        return [self.start([*words, str(i)], JAXTRAIN_HOST=f"node{i}", **env) for i in range(nodes)]
 
     def reference(self, processes: int, config: Path | None = None) -> list[dict[str, Any]]:
         """Rows of the unbroken run, trained once."""
