@@ -64,5 +64,5 @@ def test_modules_import_from_floors_below() -> None:
 def test_an_upward_import_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "rope.py").write_text("from jaxtrain.train.loop import train\n")
     assert list(faults_of("jaxtrain.ops.rope", tmp_path / "rope.py", floors())) == [
-        "jaxtrain.ops.rope (floor 3) imports jaxtrain.train.loop (floor 9)"
+        "jaxtrain.ops.rope (floor 3) imports jaxtrain.train.loop (floor 10)"
     ]

@@ -6,6 +6,7 @@ Checkpoints hold the model's order without empty slots, so that any mesh restore
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from functools import cached_property, partial
 from typing import Any
@@ -64,6 +65,20 @@ class CheckpointOrder:
     def model_order(self) -> TrainState:
         """Shapes and shardings of the state with layers in the model's order."""
         return jax.tree.map(self._ordered_leaf, self._bound.abstract, self._reordered)
+
+    def largest_reordering(self) -> tuple[Any, jax.ShapeDtypeStruct] | None:
+        """The jitted function and the leaf with which a save needs most memory; None where no leaf is reordered."""
+        leaves = [
+            (leaf, stack, wanted.sharding)
+            for leaf, stack, wanted in zip(
+                *map(jax.tree.leaves, (self._bound.abstract, self._reordered, self.model_order)), strict=True
+            )
+            if stack
+        ]
+        if not leaves:
+            return None
+        leaf, stack, sharding = max(leaves, key=lambda each: shard_bytes(each[0]))
+        return self._reorderer("from_stack", stack, sharding), leaf
 
     def to_model_order(self, state: TrainState) -> TrainState:
         """A state with its layers in the model's order; the state itself where that is its order."""
@@ -158,6 +173,11 @@ def stacked_leaves(
         grown = jax.tree.map(lambda a, b: a.shape[:1] != b.shape[:1], unchanged, moments(stack))
         opt = jax.tree.map(lambda name, there, stack=stack: stack if there else name, opt, grown)
     return {**none, "params": marked, "opt": opt}
+
+
+def shard_bytes(leaf: Any) -> int:
+    """Bytes of a leaf on one device."""
+    return int(math.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
 
 
 def _to_host(leaf: jax.Array) -> jax.Array:

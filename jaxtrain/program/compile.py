@@ -168,7 +168,7 @@ def make_report(
         accumulation=answer["accumulation"],
         microbatch=answer["microbatch"],
         parameters=answer["parameters"],
-        memory=_memory(config, request, answer["memory"], program, dumps),
+        memory=_memory(config, request, answer, program, dumps),
         flops=FlopsReport(
             executed=flops.total,
             causal=model.causal * tokens,
@@ -191,6 +191,7 @@ def make_report(
         version=answer["version"],
         notes=tuple(notes),
         unknown=tuple((one.what, one.where) for one in unknown),
+        local_tier=answer["local_tier"],
     )
 
 
@@ -241,17 +242,19 @@ def live_buffers(peak: PeakMemory) -> tuple[LiveBuffer, ...]:
 
 
 def _memory(
-    config: RunConfig, request: dict[str, Any], sizes: dict[str, int], program: Program, dumps: tuple[str, str]
+    config: RunConfig, request: dict[str, Any], answer: dict[str, Any], program: Program, dumps: tuple[str, str]
 ) -> MemoryReport:
+    sizes: dict[str, int] = answer["memory"]
     exact = request["target"] != "cpu"
     parts = {name: sizes[f"{name}_size_in_bytes"] for name in ("argument", "output", "alias", "temp")}
     host = sum(sizes[f"host_{name}_size_in_bytes"] * (-1 if name == "alias" else 1) for name in parts)
     summed = parts["argument"] + parts["output"] - parts["alias"] + parts["temp"]
-    peak = find_peak(dumps[0], dumps[1], program) if dumps[0] and dumps[1] else None
+    found = find_peak(dumps[0], dumps[1], program) if dumps[0] and dumps[1] else None
+    # The compiler counts arguments in host memory as part of the peak.
+    peak = sizes["peak_memory_in_bytes"] - sizes["host_argument_size_in_bytes"] if exact else summed
     gb = config.cluster.memory_gb
     return MemoryReport(
-        # The compiler counts arguments in host memory as part of the peak.
-        peak=sizes["peak_memory_in_bytes"] - sizes["host_argument_size_in_bytes"] if exact else summed,
+        peak=peak,
         card=None if gb is None else int(gb * 1e9),
         host=host,
         arguments=parts["argument"],
@@ -259,8 +262,11 @@ def _memory(
         aliased=parts["alias"],
         temporaries=parts["temp"],
         exact=exact,
-        live=peak.bytes if peak else summed,
-        largest=live_buffers(peak) if peak else (),
+        live=found.bytes if found else summed,
+        largest=live_buffers(found) if found else (),
+        save=answer["save"],
+        # The results of a replay do not replace the state (train/replay.py).
+        replay=None if config.guard.replay_every is None else peak + parts["alias"],
     )
 
 

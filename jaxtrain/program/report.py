@@ -34,7 +34,8 @@ class MemoryReport:
 
     `card` is the memory of the card, None if the cluster does not give it. `exact` is False for the CPU compiler's
     figure. `live` are the bytes alive at the peak, `largest` the largest of these buffers; the rest of `peak` is unused
-    space between buffers.
+    space between buffers. `save` is the peak between steps, while a checkpoint is copied to host memory; `replay` that
+    of a step that is computed twice (guard.replay_every), None where none is.
     """
 
     peak: int
@@ -47,11 +48,18 @@ class MemoryReport:
     exact: bool
     live: int
     largest: tuple[LiveBuffer, ...]
+    save: int
+    replay: int | None
+
+    @property
+    def needed(self) -> int:
+        """The largest of the peaks: step, save and replay."""
+        return max(self.peak, self.save, self.replay or 0)
 
     @property
     def spare(self) -> int | None:
-        """Bytes of the card that stay free at the peak, negative when it does not fit; None without a card."""
-        return None if self.card is None else self.card - self.peak
+        """Bytes of the card that stay free at the largest peak, negative when it does not fit; None without a card."""
+        return None if self.card is None else self.card - self.needed
 
     @property
     def fits(self) -> bool | None:
@@ -111,7 +119,9 @@ class ProgramReport:
     """One configuration compiled for one cluster.
 
     `collectives` has each collective of the program, `traffic` their sums. `proof`: whether tensor and expert groups
-    stay inside a domain. `unknown`: what the readers did not understand and did not count, (what, where).
+    stay inside a domain. `unknown`: what the readers did not understand and did not count, (what, where). `local_tier`:
+    bytes of a save on the local disk of a node, own and copies, those that all nodes send, and how many saves are kept;
+    None without checkpoint.local.
     """
 
     config: Mapping[str, Any]
@@ -141,6 +151,7 @@ class ProgramReport:
     version: str
     notes: tuple[str, ...]
     unknown: tuple[tuple[str, str], ...]
+    local_tier: Mapping[str, int] | None = None
 
     def link_bytes(self, link: str) -> int:
         """Bytes that one device sends over 'fast' or 'network' links in one step."""

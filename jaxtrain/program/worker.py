@@ -50,6 +50,7 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     from jax.errors import JaxRuntimeError
 
     from jaxtrain.config import ConfigError, validate
+    from jaxtrain.program.saving import local_tier_bytes, save_bytes
     from jaxtrain.train.resolve import bind
     from jaxtrain.train.step import lower_step
 
@@ -74,6 +75,8 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     return {
         "memory": {name: int(getattr(memory, name)) for name in MEMORY},
+        "save": save_bytes(setup),
+        "local_tier": local_tier_bytes(setup, request["nodes"]),
         "trace_seconds": traced - begin,
         "compile_seconds": done - traced,
         "sizes": dict(setup.topology.sizes),

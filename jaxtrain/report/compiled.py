@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from rich.console import Console
@@ -80,6 +80,7 @@ def compiled_diff_rows(a: ProgramReport, b: ProgramReport) -> list[list[str]]:
         ("microbatch, sequences", lambda r: r.microbatch, format_integer),
         ("accumulation, microbatches", lambda r: r.accumulation, format_integer),
         ("peak GiB", lambda r: r.memory.peak, gib),
+        ("peak of a save GiB", lambda r: r.memory.save, gib),
         ("spare GiB", lambda r: r.memory.spare or 0, gib),
         ("state and batch GiB", lambda r: r.memory.arguments, gib),
         ("host GiB", lambda r: r.memory.host, gib),
@@ -128,12 +129,14 @@ def batch_text(report: ProgramReport) -> str:
 def fit_line(report: ProgramReport) -> str:
     """Whether the peak fits the card, by how much, and for which microbatch."""
     memory, batch = report.memory, batch_text(report)
+    what = "peak" if memory.needed == memory.peak else "peak of a save" if memory.needed == memory.save else "replay"
+    peak = f"{what} {gib(memory.needed)}"
     if memory.card is None or memory.spare is None:
-        return f"peak {gib(memory.peak)} GiB at {batch}; cluster.memory_gb is null: whether that fits is not known"
+        return f"{peak} GiB at {batch}; cluster.memory_gb is null: whether that fits is not known"
     card = f"the card's {gib(memory.card)} GiB ({memory.card / 1e9:g} GB)"
     if memory.fits:
-        return f"fits: peak {gib(memory.peak)} of {card} at {batch}, {gib(memory.spare)} GiB spare"
-    return f"does not fit: peak {gib(memory.peak)} GiB at {batch}, {gib(-memory.spare)} GiB more than {card}"
+        return f"fits: {peak} of {card} at {batch}, {gib(memory.spare)} GiB spare"
+    return f"does not fit: {peak} GiB at {batch}, {gib(-memory.spare)} GiB more than {card}"
 
 
 def memory_rows(report: ProgramReport) -> list[tuple[str, str]]:
@@ -142,10 +145,24 @@ def memory_rows(report: ProgramReport) -> list[tuple[str, str]]:
     return [
         (f"peak, {batch_text(report)}", gib(memory.peak)),
         (fit_line(report), gib(memory.spare) if memory.spare is not None else "-"),
+        ("peak of a save, between steps", gib(memory.save)),
+        *([("peak of a replayed step", gib(memory.replay))] if memory.replay is not None else []),
         ("alive at the peak; the rest is unused space between buffers", gib(memory.live)),
         ("state and batch (arguments)", gib(memory.arguments)),
         ("temporaries", gib(memory.temporaries)),
         ("in host memory", gib(memory.host)),
+        *_local_rows(report.local_tier),
+    ]
+
+
+def _local_rows(tier: Mapping[str, int] | None) -> list[tuple[str, str]]:
+    if tier is None:
+        return []
+    disk = (tier["own"] + tier["copies"]) * (tier["keep"] + 1)
+    return [
+        ("local disk of a node, one save: own shards", gib(tier["own"])),
+        ("local disk of a node, one save: copies of other nodes", gib(tier["copies"])),
+        (f"local disk of a node, {tier['keep']} saves and the next one", gib(disk)),
     ]
 
 

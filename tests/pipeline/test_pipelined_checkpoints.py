@@ -18,7 +18,8 @@ import yaml
 from runs import config_of, setup_of
 
 from jaxtrain.checkpoint import Checkpoints, digest
-from jaxtrain.checkpoint.order import CheckpointOrder
+from jaxtrain.checkpoint.order import CheckpointOrder, shard_bytes
+from jaxtrain.program.saving import save_bytes, state_bytes
 from jaxtrain.train.resolve import Bound
 
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -42,6 +43,21 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 def setup_on(name: str, optimizer: str) -> Bound:
     devices, sections = MESHES[name]
     return setup_of(config_of(model={"n_layers": 6}, optimizer={"name": optimizer}, **sections), devices)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_a_save_needs_the_state_and_its_largest_reordered_leaf_again(name: str) -> None:
+    setup = setup_on(name, "adamw")
+    added = save_bytes(setup) - state_bytes(setup)
+    order = CheckpointOrder(setup)
+    leaves = zip(*map(jax.tree.leaves, (setup.abstract, order.model_order, order._reordered)), strict=True)
+    reordered = [(shard_bytes(leaf), shard_bytes(wanted)) for leaf, wanted, stack in leaves if stack]
+    if not reordered:
+        assert added == 0
+        return
+    largest = max(reordered)[1]
+    # The result, and what the collectives of the reordering hold: at most the gathered layers.
+    assert largest <= added <= (1 + 2 * setup.topology.sizes["pipe"]) * largest < state_bytes(setup)
 
 
 def full_state(setup: Bound) -> Any:

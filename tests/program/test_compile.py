@@ -61,7 +61,8 @@ def strays() -> list[str]:
 
 @pytest.fixture(scope="module")
 def report() -> ProgramReport:
-    return jaxtrain.compile_for(BASE, "h100_8x8")
+    extra = "guard.replay_every=10", "checkpoint.local={directory: /local/ckpt, peers: 2}"
+    return jaxtrain.compile_for(replace(BASE, *extra), "h100_8x8")
 
 
 # ---- what is reported
@@ -86,12 +87,20 @@ def test_memory_is_the_state_and_temporaries(report: ProgramReport) -> None:
     whole = 3 * 4 * report.parameters / 64
     assert whole < memory.arguments < 1.2 * whole + 4 * 4 * SEQUENCES * L / 8
     assert memory.arguments < memory.peak < memory.arguments + memory.temporaries + 2**20
-    assert memory.card == 80e9 and memory.fits and memory.spare == 80e9 - memory.peak and memory.host == 0
+    assert memory.card == 80e9 and memory.fits and memory.host == 0
+    # Between steps there is the state alone; a replay holds its results beside it.
+    assert whole <= memory.save < 1.2 * whole
+    assert memory.replay == memory.needed == memory.peak + memory.aliased and memory.aliased > whole
+    assert memory.spare == 80e9 - memory.needed
     sizes = [one.bytes for one in memory.largest]
     assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= memory.live
     # Two answers of the compiler: live ranges added up, and what it allocates.
     assert memory.live == pytest.approx(memory.peak, rel=0.01)
     assert any("jaxtrain/ops/" in one.source for one in memory.largest)
+    # Each of the 8 nodes has an eighth of the state, and that of two others; what is on all devices needs no copy.
+    tier = report.local_tier
+    assert tier is not None and tier["own"] == pytest.approx(8 * memory.save, rel=0.01)
+    assert tier["copies"] == pytest.approx(2 * tier["own"], rel=0.01) and tier["sent"] == 8 * tier["copies"]
 
 
 def test_tensor_groups_are_inside_nodes_and_data_groups_are_not(report: ProgramReport) -> None:

@@ -58,12 +58,14 @@ def program_report(global_batch: int = 64, sizes: tuple[int, int] = (8, 8)) -> P
         config=config, cluster="h100_8x8", card="H100", target="cuda", devices=64,
         sizes=dict(zip(("data", "pipe", "tensor", "seq", "expert"), shape, strict=True)), domain=nodes, nodes=nodes,
         accumulation=global_batch // 8, microbatch=1, parameters=8_030_261_248,
-        memory=MemoryReport(60 * 2**30, 80 * 10**9, 0, 2**34, 2**34, 2**34, 2**33, True, 59 * 2**30, largest),
+        memory=MemoryReport(60 * 2**30, 80 * 10**9, 0, 2**34, 2**34, 2**34, 2**33, True, 59 * 2**30, largest,
+                            50 * 2**30, 75 * 2**30),
         flops=FlopsReport(10**15, 9e14, 9.5e14, 1e13, {}, (("cudnn$fmhaSoftmax", 64),)), traffic=traffic,
         collectives=(), reductions=Reductions(3, 10**9, ()), coverage={"fast": 0.5, "network": 0.25},
         inserted_resharding=(), rematerializations=(), proof=DomainProof(True, (), ()), timelines=(), trace_seconds=1.5,
         compile_seconds=20.25, options={"xla_gpu_enable_latency_hiding_scheduler": True}, version="0.12",
         notes=("attention: tokamax [tensor, data]",), unknown=(),
+        local_tier={"own": 2**30, "copies": 2**30, "sent": 2**33, "keep": 2},
     )  # fmt: skip
 
 
