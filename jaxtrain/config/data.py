@@ -123,6 +123,10 @@ class TokenizerConfig(Section):
     """tokenizer.json or sentencepiece .model; null is the one beside token shards, or a byte-level BPE trained here."""
     vocab_size: PositiveInt = 4096
     """Entries of a trained tokenizer."""
+    bos: str | None = None
+    """Token that begins a document; null is what the model's files say, "" is none."""
+    eos: str | None = Field(None, min_length=1)
+    """Token that ends a document; null is what the model's files say."""
 
     @field_validator("path")
     @classmethod

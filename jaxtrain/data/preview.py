@@ -164,6 +164,7 @@ class Preview:
         )
         rows = {
             **self.corpus.describe(),
+            "ends": self.corpus.tokenizer.describe(),
             "batch": shapes,
             "packing": f"{data.packing}, overlong documents: {data.overlong}",
             "fill rate": f"{measured['fill']:.4f} over {measured['updates']} batches",

@@ -26,6 +26,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data.corpus import cache_of, encode_records, list_sources, progress_bar, sidecars_of, tokenizer_of
+from jaxtrain.data.ends import TOKENIZER_CONFIG, ends_file
 from jaxtrain.data.files import fingerprint, unreadable
 from jaxtrain.data.readers import FileSpan, Record, TokenIds
 from jaxtrain.data.sources import Listing, Tally
@@ -113,6 +114,7 @@ def tokenize(
         "shards": len(sidecar.shards),
         "vocabulary": tokenizer.vocab_size,
         "tokenizer": tokenizer.fingerprint,
+        "ends": tokenizer.describe(),
         "out": str(out),
         "wall_s": round(time.perf_counter() - started, 3),
         "reasons": [reason for shard in sidecar.shards for reason in shard.reasons],
@@ -160,6 +162,8 @@ def _begin(job: _Job, key: str) -> bool:
         if any(out.iterdir()):
             raise ConfigError(f"--out {out} holds other files: choose a new folder")
         (out / TOKENIZER).write_text(job.tokenizer.json, encoding="utf-8")
+        ends = ends_file(job.tokenizer.inner, job.tokenizer.bos, job.tokenizer.eos)
+        (out / TOKENIZER_CONFIG).write_text(ends, encoding="utf-8")
         _write_whole(out / PARTIAL, json.dumps({"key": key}))
     except OSError as error:
         raise ConfigError(f"--out {out} cannot be written ({unreadable(error)}): choose a writable folder") from None

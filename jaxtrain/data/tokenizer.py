@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,16 +12,13 @@ import numpy as np
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from jaxtrain.config import ConfigError, RunConfig
+from jaxtrain.config import ConfigError, RunConfig, TokenizerConfig
 from jaxtrain.data.cache import build_once
+from jaxtrain.data.ends import BOS, EOS, TOKENIZER_CONFIG, Ends, choose_ends, old_ends
 from jaxtrain.data.files import fingerprint, unreadable
 from jaxtrain.data.readers import Content, TokenIds
 from jaxtrain.data.sentencepiece import convert
 
-BOS, EOS = "<|bos|>", "<|eos|>"
-# Names of the two tokens in published tokenizers; the first one found is used.
-BOS_NAMES = (BOS, "<|begin_of_text|>", "<s>", "<bos>")
-EOS_NAMES = (EOS, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 Texts = Callable[[], Iterator[str]]
 
 
@@ -31,20 +29,49 @@ class TextTokenizer:
     json: str
     bos: int | None
     eos: int
+    ends: Ends | None = None
+    """The same ids, and what decided them."""
 
     @cached_property
     def inner(self) -> Tokenizer:
         """The Hugging Face tokenizer; names of special tokens inside a text are encoded as ordinary text."""
-        tokenizer = Tokenizer.from_str(self.json)
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizer = _plain(self.json)
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     @cached_property
+    def _texts(self) -> Tokenizer:
+        """The tokenizer of texts. A Unigram model has special tokens among its pieces, where a text must not meet them.
+
+        Their pieces get names that no text contains (a noncharacter); ids stay.
+        """
+        content = json.loads(self.json)
+        if content["model"].get("type") != "Unigram":
+            return self.inner
+        special = {token["id"] for token in content.get("added_tokens") or [] if token["special"]}
+        vocab = content["model"]["vocab"]
+        for number in special & set(range(len(vocab))):
+            if number != content["model"].get("unk_id"):
+                vocab[number][0] = f"\ufdd0{number}"
+        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
+        return _plain(json.dumps(content))
+
+    @cached_property
     def fingerprint(self) -> str:
-        """Digest (32 hex digits) of the tokenizer's JSON."""
-        return fingerprint([self.json])
+        """Digest (32 hex digits) of the tokenizer's JSON, and of its ends where they are not those of old versions."""
+        try:
+            old = old_ends(self.inner, Path())
+        except ConfigError:
+            old = None
+        same = old is not None and (old.bos, old.eos) == (self.bos, self.eos)
+        return fingerprint([self.json] if same else [self.json, f"{self.bos} {self.eos}"])
+
+    def describe(self) -> str:
+        """Which tokens begin and end documents, and why, for a line of output."""
+        ends, name = self.ends or Ends(self.bos, self.eos, "", ""), self.inner.id_to_token
+        begin = "nothing" if ends.bos is None else f"{name(ends.bos)!r} ({ends.bos})"
+        reasons = [f" [{why}]" if why else "" for why in (ends.why_bos, ends.why_eos)]
+        return f"documents begin with {begin}{reasons[0]} and end with {name(ends.eos)!r} ({ends.eos}){reasons[1]}"
 
     @cached_property
     def vocab_size(self) -> int:
@@ -53,11 +80,11 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt: the token that begins a document, if there is one, then the text."""
-        return self._begin + self.inner.encode(text, add_special_tokens=False).ids
+        return self._begin + self._texts.encode(text, add_special_tokens=False).ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of documents with the tokens that begin and end them; the texts are encoded in parallel."""
-        encodings = self.inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        encodings = self._texts.encode_batch_fast(list(texts), add_special_tokens=False)
         return [self._begin + encoding.ids + [self.eos] for encoding in encodings]
 
     def encode_contents(self, contents: Sequence[Content]) -> list[tuple[np.ndarray, np.ndarray | None]]:
@@ -76,7 +103,7 @@ class TextTokenizer:
                 [turn.text for turn in content if not turn.special]
             )
         ]  # fmt: skip
-        encoded = iter(self.inner.encode_batch_fast(texts, add_special_tokens=False))
+        encoded = iter(self._texts.encode_batch_fast(texts, add_special_tokens=False))
         return [self._document(content, encoded) for content in contents]
 
     def _document(
@@ -96,7 +123,7 @@ class TextTokenizer:
     def _special(self, text: str) -> list[int]:
         """Token ids of a template's text, in which names of special tokens are special."""
         if text not in self._specials:
-            tokenizer = Tokenizer.from_str(self.json)
+            tokenizer = _plain(self.json)
             self._specials[text] = tokenizer.encode(text, add_special_tokens=False).ids
         return self._specials[text]
 
@@ -123,7 +150,8 @@ def prepare_tokenizer(config: RunConfig, beside: Path | None, key: str, texts: T
         path = Path(settings.path).expanduser()
     else:
         path = beside or _trained(settings.vocab_size, key, texts, cache)
-    tokenizer = load_tokenizer(path)
+    old = path == beside and not (path.parent / TOKENIZER_CONFIG).is_file()
+    tokenizer = load_tokenizer(path, settings, old)
     if tokenizer.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"the tokenizer {path} has token ids up to {tokenizer.vocab_size - 1}, beyond the "
@@ -133,27 +161,31 @@ def prepare_tokenizer(config: RunConfig, beside: Path | None, key: str, texts: T
     return tokenizer
 
 
-def load_tokenizer(path: Path) -> TextTokenizer:
-    """Read a tokenizer.json, or a sentencepiece .model.
+def load_tokenizer(path: Path, settings: TokenizerConfig | None = None, old: bool = False) -> TextTokenizer:
+    """Read a tokenizer.json, or a sentencepiece .model; `settings` may name its ends (data/ends.py).
 
-    Raises ConfigError when it is neither, or has no token that ends a document.
+    `old`: it belongs to a run or to shards of a version that chose the ends by name alone. Raises ConfigError when it
+    is neither, or has no token that ends a document.
     """
     what = "sentencepiece model" if path.suffix == ".model" else "tokenizer.json"
     try:
-        json = convert(path.read_bytes()).to_str() if path.suffix == ".model" else path.read_text(encoding="utf-8")
-        vocabulary = Tokenizer.from_str(json).get_vocab(with_added_tokens=True)
+        text = convert(path.read_bytes()).to_str() if path.suffix == ".model" else path.read_text(encoding="utf-8")
+        inner = Tokenizer.from_str(text)
     except Exception as error:  # the tokenizers library raises bare Exception for bad JSON
         raise ConfigError(
             f"data.tokenizer.path {path} is not a readable {what} ({unreadable(error)}): "
             "name a file saved by the tokenizers library, or a sentencepiece .model"
         ) from None
-    bos = next((vocabulary[name] for name in BOS_NAMES if name in vocabulary), None)
-    eos = next((vocabulary[name] for name in EOS_NAMES if name in vocabulary), None)
-    if eos is None:
-        raise ConfigError(
-            f"data.tokenizer.path {path} has no token that ends a document: add one of {', '.join(EOS_NAMES)} to it"
-        )
-    return TextTokenizer(json, bos, eos)
+    ends = old_ends(inner, path) if old else choose_ends(inner, path, settings)
+    return TextTokenizer(text, ends.bos, ends.eos, ends)
+
+
+def _plain(text: str) -> Tokenizer:
+    """The tokenizer of a JSON, without the padding and truncation that it may carry."""
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _trained(vocab_size: int, key: str, texts: Texts, cache: Path) -> Path:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import tokenizers
+from tokenizers import processors
 
 from jaxtrain.checkpoint import CheckpointReader, Checkpoints, gather_json
 from jaxtrain.checkpoint.order import CheckpointOrder
@@ -18,6 +20,7 @@ from jaxtrain.config import ConfigError, DivergedError, RunConfig, validate
 from jaxtrain.config.load import apply_overrides, read_yaml
 from jaxtrain.config.paths import require_local
 from jaxtrain.data import Corpus, TextTokenizer, open_stream, prepare, resolve_virtual_shards, shards_of_rows
+from jaxtrain.data.ends import ends_file
 from jaxtrain.hub.families import FAMILIES, family_of
 from jaxtrain.hub.family import Family, nested, write_model
 from jaxtrain.hub.fields import Json
@@ -80,6 +83,7 @@ def import_run(
         "parameters": setup.model.count(),
         "vocabulary": hub["vocab_size"],
         "padded_rows": setup.config.model.vocab_size - hub["vocab_size"],
+        "ends": corpus.tokenizer.describe(),
     }
 
 
@@ -188,10 +192,23 @@ def _write_tokenizer(directory: Path, origin: Path, tokenizer: TextTokenizer, sp
     for name in COPIED_FILES:
         if name != "config.json" and (origin / name).is_file():
             shutil.copyfile(origin / name, directory / name)
-    (directory / TOKENIZER_FILES[0]).write_text(tokenizer.json, encoding="utf-8")
+    (directory / TOKENIZER_FILES[0]).write_text(opening_json(tokenizer), encoding="utf-8")
     if not (directory / "generation_config.json").exists():
         write_json(directory / "generation_config.json", special)
     if not (directory / "tokenizer_config.json").exists():
-        ids = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
-        tokens = {name: tokenizer.inner.id_to_token(i) for name, i in ids.items() if i is not None}
-        write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
+        text = ends_file(tokenizer.inner, tokenizer.bos, tokenizer.eos)
+        (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def opening_json(tokenizer: TextTokenizer) -> str:
+    """The tokenizer's JSON with a post-processor that puts the opening token of training in front of a text."""
+    inner = tokenizers.Tokenizer.from_str(tokenizer.json)
+    if tokenizer.bos is None or inner.encode("", add_special_tokens=True).ids[:1] == [tokenizer.bos]:
+        return tokenizer.json
+    name = inner.id_to_token(tokenizer.bos)
+    opening = processors.TemplateProcessing(
+        single=f"{name} $A", pair=f"{name} $A {name}:1 $B:1", special_tokens=[(name, tokenizer.bos)]
+    )
+    there = inner.post_processor
+    inner.post_processor = opening if there is None else processors.Sequence([there, opening])
+    return str(inner.to_str())

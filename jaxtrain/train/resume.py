@@ -93,7 +93,7 @@ def source_tokenizer(source: Source, config: RunConfig) -> TextTokenizer:
     meta = reader.read_meta(steps[-1])
     found = tokenizer_of_run(source.run, run_config(source.run), meta["tokenizer"])
     named = config.data.tokenizer.path
-    if named is not None and tokenizer_of_path(named).fingerprint != found.fingerprint:
+    if named is not None and tokenizer_of_path(config).fingerprint != found.fingerprint:
         raise ConfigError(
             f"data.tokenizer.path {named} is another tokenizer than that of {source.run}, whose weights the run starts "
             "from: leave it out, the new run takes the other's tokenizer"

@@ -10,6 +10,7 @@ from jaxtrain.config import SCHEMA, Axis, ConfigError, RunConfig, diff_configs, 
 from jaxtrain.config.paths import require_local
 from jaxtrain.data import Corpus, TextTokenizer
 from jaxtrain.data.corpus import cache_of, list_sources, tokenizer_of
+from jaxtrain.data.ends import TOKENIZER_CONFIG, ends_file
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.observe.environment import environment
 from jaxtrain.observe.events import EVENTS
@@ -114,9 +115,9 @@ def held_tokenizer(directory: Path, config: RunConfig) -> TextTokenizer | None:
     path = directory / TOKENIZER
     if not path.is_file() or not has_checkpoints(directory):
         return None
-    held, named = load_tokenizer(path), config.data.tokenizer.path
+    held, named = _load_held(directory), config.data.tokenizer.path
     if named is not None and Path(named).expanduser().is_file():
-        now = tokenizer_of_path(named)
+        now = tokenizer_of_path(config)
         if now.fingerprint != held.fingerprint:
             raise ConfigError(
                 f"the tokenizer changed since this run began ({held.fingerprint[:12]} -> {now.fingerprint[:12]}): "
@@ -131,16 +132,28 @@ def has_checkpoints(directory: Path) -> bool:
     return any(each.name.isdecimal() for each in (directory / "checkpoints").glob("*"))
 
 
-def tokenizer_of_path(path: str) -> TextTokenizer:
+def tokenizer_of_path(config: RunConfig) -> TextTokenizer:
     """The tokenizer of data.tokenizer.path; raises ConfigError where it cannot be read."""
-    return load_tokenizer(Path(path).expanduser())
+    assert config.data.tokenizer.path is not None
+    return load_tokenizer(Path(config.data.tokenizer.path).expanduser(), config.data.tokenizer)
+
+
+def _load_held(directory: Path) -> TextTokenizer:
+    """RUN/tokenizer.json; runs of versions that wrote no tokenizer_config.json keep their choice of ends."""
+    return load_tokenizer(directory / TOKENIZER, old=not (directory / TOKENIZER_CONFIG).is_file())
 
 
 def write_tokenizer(directory: Path, tokenizer: TextTokenizer) -> None:
-    """Write RUN/tokenizer.json, from which generate, eval and export-hf read token ids without the corpus."""
-    path, content = directory / TOKENIZER, tokenizer.json.encode()
-    if not path.is_file() or path.read_bytes() != content:
-        write_atomic(path, content)
+    """Write the tokenizer and its ends, from which generate, eval and export-hf read token ids without the corpus."""
+    # The ends first: without them, a tokenizer.json is taken for one of an old version.
+    files = {
+        TOKENIZER_CONFIG: ends_file(tokenizer.inner, tokenizer.bos, tokenizer.eos).encode(),
+        TOKENIZER: tokenizer.json.encode(),
+    }
+    for name, content in files.items():
+        path = directory / name
+        if not path.is_file() or path.read_bytes() != content:
+            write_atomic(path, content)
 
 
 def tokenizer_of_run(directory: Path, config: RunConfig, expected: str) -> TextTokenizer:
@@ -149,7 +162,7 @@ def tokenizer_of_run(directory: Path, config: RunConfig, expected: str) -> TextT
     Runs of versions that held none resolve it again. Raises ConfigError where it is lost.
     """
     path, reasons = directory / TOKENIZER, []
-    for resolve in (lambda: load_tokenizer(path), lambda: _configured_tokenizer(config)):
+    for resolve in (lambda: _load_held(directory), lambda: _configured_tokenizer(config)):
         try:
             found = resolve()
         except ConfigError as error:
@@ -168,7 +181,7 @@ def tokenizer_of_run(directory: Path, config: RunConfig, expected: str) -> TextT
 def _configured_tokenizer(config: RunConfig) -> TextTokenizer:
     cache = cache_of(config.data)
     if config.data.tokenizer.path is not None:
-        return tokenizer_of_path(config.data.tokenizer.path)
+        return tokenizer_of_path(config)
     return tokenizer_of(config, list_sources(config.data, cache), cache)
 
 

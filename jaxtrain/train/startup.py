@@ -44,6 +44,7 @@ def startup_report(bound: Bound, corpus: Corpus) -> list[str]:
             if bound.step.counts_first(shape.accumulation)
         ),
         f"corpus: {numbers}",
+        f"tokenizer: {corpus.tokenizer.describe()}",
         *replay_notes(bound),
         *(f"layout: {note}" for note in bound.notes),
     ]

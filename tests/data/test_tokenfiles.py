@@ -67,7 +67,9 @@ def write_foreign(prefix: Path, documents: list[list[list[int]]], code: int) -> 
 
 def word_tokenizer(path: Path, words: int = WORDS) -> Path:
     vocabulary = {"[unk]": 0, "</s>": EOS, **{f"w{i}": i for i in range(2, words)}}
-    Tokenizer(models.WordLevel(vocabulary, unk_token="[unk]")).save(str(path))
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[unk]"))
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(path))
     return path
 
 

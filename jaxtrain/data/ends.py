@@ -1,0 +1,138 @@
+"""Which tokens begin and end a document: settings, the model's own files, else names of special tokens.
+
+A published tokenizer.json does not say it. The files beside it do: tokenizer_config.json, config.json and
+generation_config.json, which transformers reads too. A token that opens documents is one that the model's own tokenizer
+puts in front of a text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from jaxtrain.config import ConfigError, TokenizerConfig
+
+BOS, EOS = "<|bos|>", "<|eos|>"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+ID_FILES = ("config.json", "generation_config.json")
+# Names of the two tokens where no file names them; the first one found is used.
+BOS_NAMES = (BOS, "<|begin_of_text|>", "<bos>", "<s>")
+EOS_NAMES = (EOS, "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
+# The order of versions that took the names of ordinary pieces too; runs of theirs go on with it.
+OLD_BOS_NAMES = (BOS, "<|begin_of_text|>", "<s>", "<bos>")
+OLD_EOS_NAMES = (EOS, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Ids of the tokens that begin (None: no such token) and end a document, and what decided each."""
+
+    bos: int | None
+    eos: int
+    why_bos: str
+    why_eos: str
+
+
+def choose_ends(tokenizer: Tokenizer, path: Path, settings: TokenizerConfig | None = None) -> Ends:
+    """The ends of a file's tokenizer; `settings` go before the model's files. Raises ConfigError where nothing ends."""
+    files = {name: _read_json(path.parent / name) for name in (TOKENIZER_CONFIG, *ID_FILES)}
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    special = {added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special}
+
+    def named(names: tuple[str, ...]) -> tuple[int, str] | None:
+        return next(((vocabulary[n], "its name") for n in names if n in special and n in vocabulary), None)
+
+    def found_in_files(key: str) -> tuple[int, str] | None:
+        text = _token_text(files[TOKENIZER_CONFIG].get(key))
+        if text is not None:
+            return _id_of(text, vocabulary, path.parent / TOKENIZER_CONFIG, key), TOKENIZER_CONFIG
+        for name in ID_FILES:
+            value = files[name].get(f"{key}_id")
+            value = value[0] if isinstance(value, list) and value else value
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value, name
+        return None
+
+    eos = _setting("eos", settings, vocabulary) or found_in_files("eos_token") or named(EOS_NAMES)
+    if eos is None or eos[0] is None:
+        raise ConfigError(
+            f"data.tokenizer.path {path} has no token that ends a document: no {TOKENIZER_CONFIG}, config.json or "
+            "generation_config.json beside it names one, and no special token has a usual name; set data.tokenizer.eos"
+        )
+    candidate = found_in_files("bos_token")
+    if candidate is not None and candidate[1] in ID_FILES and candidate[0] == eos[0]:
+        candidate = None  # GPT-2's kind: one token between documents
+    bos = _setting("bos", settings, vocabulary) or _opening(tokenizer, files, candidate)
+    if bos is None:
+        asked = any(files.values())
+        bos = (
+            (None, "the model's files") if asked else (named(BOS_NAMES) or (None, "no special token has a usual name"))
+        )
+    return Ends(bos[0], eos[0], bos[1], eos[1])
+
+
+def old_ends(tokenizer: Tokenizer, path: Path) -> Ends:
+    """The ends as versions before 0.2 chose them: by name, ordinary pieces of the vocabulary included."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    bos, eos = (
+        next((vocabulary[n] for n in names if n in vocabulary), None) for names in (OLD_BOS_NAMES, OLD_EOS_NAMES)
+    )
+    if eos is None:
+        raise ConfigError(f"{path} has no token that ends a document: set data.tokenizer.eos in a new --run")
+    return Ends(bos, eos, "its name", "its name")
+
+
+def ends_file(tokenizer: Tokenizer, bos: int | None, eos: int) -> str:
+    """A tokenizer_config.json from which `choose_ends` reads the same ends."""
+    tokens = {"bos_token": None if bos is None else tokenizer.id_to_token(bos), "eos_token": tokenizer.id_to_token(eos)}
+    return json.dumps({**tokens, "add_bos_token": bos is not None, "tokenizer_class": "PreTrainedTokenizerFast"})
+
+
+def _opening(
+    tokenizer: Tokenizer, files: Mapping[str, Mapping[str, Any]], candidate: tuple[int, str] | None
+) -> tuple[int | None, str] | None:
+    """The token that the model's tokenizer puts in front of a text, None where no file says."""
+    first = next(iter(tokenizer.encode("", add_special_tokens=True).ids), None)
+    adds = files[TOKENIZER_CONFIG].get("add_bos_token")
+    if candidate is None:
+        return (
+            (first, "its post-processor") if first is not None and adds is not False and any(files.values()) else None
+        )
+    if adds is False or (adds is None and files[TOKENIZER_CONFIG] and first != candidate[0]):
+        return None, f"{TOKENIZER_CONFIG} (no add_bos_token)"
+    return candidate
+
+
+def _setting(
+    name: str, settings: TokenizerConfig | None, vocabulary: Mapping[str, int]
+) -> tuple[int | None, str] | None:
+    text = None if settings is None else getattr(settings, name)
+    if text is None:
+        return None
+    return (_id_of(text, vocabulary, None, name) if text else None), f"data.tokenizer.{name}"
+
+
+def _id_of(text: str, vocabulary: Mapping[str, int], where: Path | None, key: str) -> int:
+    if text not in vocabulary:
+        source = f"data.tokenizer.{key}" if where is None else f"{where} names the {key}"
+        raise ConfigError(f"{source} {text!r}, which is not in the vocabulary: set data.tokenizer.{key[:3]} to a token")
+    return vocabulary[text]
+
+
+def _token_text(value: Any) -> str | None:
+    """A token of tokenizer_config.json: text, or an object with `content`."""
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
