@@ -17,7 +17,9 @@ from jaxtrain.hub.fields import (
     layer_windows,
     one_of,
     one_window,
+    required,
     rope,
+    rope_parameters,
     yarn_mscale,
 )
 from jaxtrain.hub.mapping import TensorMapping, tensor
@@ -29,15 +31,16 @@ COMMON = (
     equal("hidden_size", "d_model"),
     equal("num_hidden_layers", "n_layers"),
     equal("num_attention_heads", "n_heads"),
-    equal("num_key_value_heads", "n_kv_heads", None),
     equal("max_position_embeddings", "max_seq_len"),
     equal("rms_norm_eps", "norm_eps"),
     equal("initializer_range", "init_std", 0.02),
     equal("tie_word_embeddings", "tied_head", False),
     implied(norm="rmsnorm", positions="rope"),
 )
-SWIGLU = (fixed("hidden_act", "silu"), implied(activation="swiglu"))
-WIDTHS = (equal("intermediate_size", "d_ff"), equal("head_dim", "head_dim", None))
+KV_HEADS = equal("num_key_value_heads", "n_kv_heads")
+SWIGLU = (fixed("hidden_act", "silu", "swish"), implied(activation="swiglu"))
+FF_WIDTH = equal("intermediate_size", "d_ff")
+WIDTHS = (FF_WIDTH, equal("head_dim", "head_dim", None))
 BIASED = equal("attention_bias", ("qkv_bias", "out_bias"), False)
 QK_NORM = implied(qk_norm=True)
 
@@ -99,8 +102,8 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     base="model.",
     fields=(
-        *COMMON, *SWIGLU, *WIDTHS, BIASED, equal("mlp_bias", "mlp_bias", False), rope(10_000.0),
-        implied(windows=[None]),
+        *COMMON, equal("num_key_value_heads", "n_kv_heads", None), *SWIGLU, *WIDTHS, BIASED,
+        equal("mlp_bias", "mlp_bias", False), rope(10_000.0), implied(windows=[None]),
     ),
     outer=OUTER,
     block={**NORMS, **ATTENTION, **feed_forward("mlp")},
@@ -112,20 +115,27 @@ LLAMA = Family(
 )  # fmt: skip
 MISTRAL = replace(
     LLAMA, name="mistral", architecture="MistralForCausalLM",
-    fields=(*COMMON, *SWIGLU, *WIDTHS, rope(10_000.0), one_window()),
+    fields=(*COMMON, KV_HEADS, *SWIGLU, *WIDTHS, rope(10_000.0), one_window(4096)),
 )  # fmt: skip
 QWEN2 = replace(
     LLAMA, name="qwen2", architecture="Qwen2ForCausalLM",
-    fields=(*COMMON, *SWIGLU, *WIDTHS, implied(qkv_bias=True), rope(10_000.0), layer_windows(switch=True)),
+    fields=(
+        *COMMON, KV_HEADS, *SWIGLU, *WIDTHS, implied(qkv_bias=True), rope(10_000.0),
+        layer_windows(switch=True, default=4096),
+    ),
 )  # fmt: skip
 QWEN3 = replace(
     LLAMA, name="qwen3", architecture="Qwen3ForCausalLM",
-    fields=(*COMMON, *SWIGLU, *WIDTHS, BIASED, QK_NORM, rope(10_000.0), layer_windows(switch=True)),
+    fields=(
+        *COMMON, KV_HEADS, *SWIGLU, FF_WIDTH, equal("head_dim", "head_dim", 128), BIASED, QK_NORM, rope(10_000.0),
+        layer_windows(switch=True, default=4096),
+    ),
 )  # fmt: skip
 MIXTRAL = replace(
     LLAMA, name="mixtral", architecture="MixtralForCausalLM",
     fields=(
-        *COMMON, *SWIGLU, *WIDTHS, rope(1e6), one_window(), equal("num_local_experts", "moe.experts"),
+        *COMMON, KV_HEADS, *SWIGLU, *WIDTHS, rope(1e6), one_window(None),
+        equal("num_local_experts", "moe.experts"),
         equal("num_experts_per_tok", "moe.top_k"), implied(**{"moe.router": "softmax_chosen"}),
     ),
     block={**NORMS, **ATTENTION, **router("block_sparse_moe.gate")},
@@ -158,7 +168,7 @@ def _router(scores: str) -> Field:
 QWEN3_MOE = replace(
     LLAMA, name="qwen3_moe", architecture="Qwen3MoeForCausalLM",
     fields=(
-        *COMMON, *SWIGLU, *WIDTHS, BIASED, QK_NORM, rope(10_000.0),
+        *COMMON, KV_HEADS, *SWIGLU, *WIDTHS, BIASED, QK_NORM, rope(10_000.0),
         fixed("use_sliding_window", False), implied(windows=[None]),
         equal(("num_experts", "num_local_experts"), "moe.experts"),
         equal("num_experts_per_tok", "moe.top_k"), equal("moe_intermediate_size", "moe.d_ff"), _router("softmax"),
@@ -174,7 +184,7 @@ def _latent_scale() -> Field:
     """DeepSeek multiplies the attention scale by the square of YaRN's mscale, in addition to what RoPE does."""
 
     def read(hub: Json) -> Settings:
-        rope_settings = (hub.get("rope_scaling") or {}) | (hub.get("rope_parameters") or {})
+        rope_settings = rope_parameters(hub)
         if not rope_settings.get("mscale_all_dim"):
             return {"attention_scale": None}
         width = hub["qk_nope_head_dim"] + hub["qk_rope_head_dim"]
@@ -193,13 +203,13 @@ def _latent_scale() -> Field:
 DEEPSEEK_V3 = replace(
     LLAMA, name="deepseek_v3", architecture="DeepseekV3ForCausalLM",
     fields=(
-        *COMMON, *SWIGLU, equal("intermediate_size", "d_ff"), rope(10_000.0), implied(windows=[None]),
-        _latent_scale(),
+        *COMMON, equal("num_key_value_heads", "n_kv_heads", None), *SWIGLU, FF_WIDTH, rope(10_000.0),
+        implied(windows=[None]),
         fixed("attention_bias", False), fixed("rope_interleave", True), equal("qk_nope_head_dim", "head_dim"),
-        equal("qk_rope_head_dim", "mla.rope_dim"), equal("v_head_dim", "mla.v_dim"),
+        equal("qk_rope_head_dim", "mla.rope_dim"), _latent_scale(), equal("v_head_dim", "mla.v_dim"),
         equal("kv_lora_rank", "mla.kv_rank"),
         Field(
-            ("q_lora_rank",), lambda hub: {"mla.q_rank": hub["q_lora_rank"] or 0},
+            ("q_lora_rank",), lambda hub: {"mla.q_rank": required(hub, "q_lora_rank") or 0},
             lambda model: {"q_lora_rank": model.mla.q_rank or None},
         ),
         equal("n_routed_experts", "moe.experts"), equal("n_shared_experts", "moe.shared"),
@@ -233,10 +243,13 @@ DEEPSEEK_V3 = replace(
 GPT_OSS = replace(
     LLAMA, name="gpt_oss", architecture="GptOssForCausalLM",
     fields=(
-        *COMMON, *WIDTHS, BIASED, fixed("hidden_act", "silu"), fixed("swiglu_limit", 7.0),
+        *COMMON, KV_HEADS, FF_WIDTH, equal("head_dim", "head_dim", 64),
+        equal("attention_bias", ("qkv_bias", "out_bias"), True), fixed("hidden_act", "silu", "swish"),
+        fixed("swiglu_limit", 7.0),
         fixed("swiglu_alpha", 1.702),
         implied(activation="swiglu_oss", attention_sinks=True, mlp_bias=True, **{"moe.router": "softmax_chosen"}),
-        rope(150_000.0), layer_windows(switch=False), equal(("num_local_experts", "num_experts"), "moe.experts"),
+        rope(150_000.0, complete=True), layer_windows(switch=False, default=128),
+        equal(("num_local_experts", "num_experts"), "moe.experts"),
         equal(("num_experts_per_tok", "experts_per_token"), "moe.top_k"),
     ),
     block={
@@ -268,7 +281,8 @@ GPT2 = Family(
             lambda model: {"n_inner": model.d_ff},
         ),
         one_of("activation_function", "activation", {
-            "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2",
+            "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu",
+            "gelu_python": "gelu", "relu2": "relu2",
         }, "gelu_new"),
         fixed("scale_attn_weights", True), fixed("scale_attn_by_inverse_layer_idx", False),
         fixed("add_cross_attention", False),

@@ -17,12 +17,19 @@ from jaxtrain.mesh.param import Param
 from jaxtrain.nn.layer_table import layer_runs
 from jaxtrain.nn.model import Model
 
-# Keys of config.json that do not describe the model: how to train, sample from or load it.
+# Keys of config.json that do not describe the model: how to train, sample from or load it. auto_map names code that
+# transformers does not run by itself; the tensors of such a model are checked against the family's like any other.
 IGNORED_KEYS = {
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache",
     "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
     "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "task_specific_params", "pretraining_tp",
+    "auto_map", "tokenizer_class", "_attn_implementation", "attn_implementation", "output_attentions",
+    "output_hidden_states", "return_dict", "use_return_dict", "torchscript", "is_decoder", "chunk_size_feed_forward",
+    "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "unsloth_fixed", "unsloth_version",
+    "do_sample", "max_length", "min_length", "temperature", "top_k", "top_p", "typical_p", "num_beams",
+    "num_beam_groups", "num_return_sequences", "repetition_penalty", "length_penalty", "diversity_penalty",
+    "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "early_stopping", "bad_words_ids", "prefix",
 }  # fmt: skip
 # Model settings that concern training only and have no key in config.json.
 TRAINING_SETTINGS = (
@@ -179,6 +186,13 @@ def read_model(family: Family, hub: Json, ignore: Sequence[str] = ()) -> Setting
     Raises ConfigError for values that the family does not support, and for keys that no field reads, unless `ignore`
     names them.
     """
+    for key in {"quantization_config", "compression_config"} - {*ignore}:
+        if hub.get(key):
+            kind = hub[key].get("quant_method", "unknown") if isinstance(hub[key], dict) else hub[key]
+            raise ConfigError(
+                f"config.json: {key} ({kind}) says that the weights are quantized, which is not supported: use the "
+                "weights before quantization"
+            )
     known = IGNORED_KEYS | family.ignored_keys | {key for field in family.fields for key in field.keys} | {*ignore}
     unread = {key: value for key, value in hub.items() if key not in known and value}
     if unread:

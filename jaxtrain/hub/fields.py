@@ -37,11 +37,11 @@ def equal(key: str | tuple[str, ...], settings: str | tuple[str, ...], default: 
     return Field(keys, read, lambda model: {keys[0]: model_setting(model, names[0])})
 
 
-def fixed(key: str, value: Any) -> Field:
-    """A hub key that must be absent or have this value."""
+def fixed(key: str, value: Any, *synonyms: Any) -> Field:
+    """A hub key that must be absent or have this value, or one that means the same."""
 
     def read(hub: Json) -> Settings:
-        if hub.get(key, value) != value:
+        if hub.get(key, value) not in (value, *synonyms):
             raise ConfigError(f"config.json: {key} is {hub[key]!r}, only {value!r} is supported")
         return {}
 
@@ -58,7 +58,7 @@ def one_of(key: str, name: str, values: Mapping[Any, Any], default: Any = REQUIR
 
     def read(hub: Json) -> Settings:
         value = _value(hub, (key,), default)
-        if value not in values:
+        if value not in [*values]:
             raise ConfigError(f"config.json: {key} is {value!r}, only {', '.join(map(repr, values))} are supported")
         return {name: values[value]}
 
@@ -72,25 +72,34 @@ def one_of(key: str, name: str, values: Mapping[Any, Any], default: Any = REQUIR
     return Field((key,), read, write)
 
 
-def rope(theta: float) -> Field:
-    """RoPE settings in both formats of transformers; `theta` is the family's default."""
+def rope(theta: float, complete: bool = False) -> Field:
+    """RoPE settings in both formats of transformers; `theta` is the family's default.
+
+    complete: refuse files without rope parameters or YaRN's original length, whose defaults depend on the version of
+    transformers. Raises ConfigError for kinds and parameters that are not supported, and missing ones that
+    transformers requires.
+    """
 
     def read(hub: Json) -> Settings:
-        found = (hub.get("rope_scaling") or {}) | (hub.get("rope_parameters") or {})
-        kind = found.get("rope_type", found.get("type", "default"))
-        base: float = found["rope_theta"] if "rope_theta" in found else hub.get("rope_theta", theta)
-        if kind not in ROPE_KEYS:
-            raise ConfigError(f"config.json: rope_type is {kind!r}, only {', '.join(ROPE_KEYS)} are supported")
-        unknown = found.keys() - {"rope_type", "type", "rope_theta"} - ROPE_KEYS[kind].keys() - EXTRA_ROPE_KEYS[kind]
-        if unknown or found.get("partial_rotary_factor", 1) != 1:
-            names = ", ".join(sorted(unknown or {"partial_rotary_factor"}))
-            raise ConfigError(f"config.json: rope parameters of {kind} have {names}, which are not supported")
-        rounded = found.get("truncate", True)
+        found = rope_parameters(hub)
+        kind: Any = found.get("rope_type", found.get("type", "default"))
+        if complete and not found.keys() - {"rope_theta"}:
+            raise ConfigError("config.json has neither rope_parameters nor rope_scaling, which this family needs")
+        _check_rope(kind, found, hub)
+        rounded = bool(found.get("truncate", True))
         out = {
-            "rope.theta": base,
+            "rope.theta": found.get("rope_theta", hub.get("rope_theta", theta)),
             "rope.scaling": next(name for name, hub_type in ROPE_TYPES.items() if hub_type == (kind, rounded)),
         }
-        out |= {f"rope.{name}": found[key] for key, name in ROPE_KEYS[kind].items() if found.get(key) is not None}
+        original = "original_max_position_embeddings"
+        if original in ROPE_KEYS[kind]:
+            if complete and original not in found:
+                raise ConfigError(f"config.json: rope parameters of {kind} have no {original}, which is required")
+            lengths = [values[original] for values in (hub, found) if values.get(original) is not None]
+            out["rope.original_seq_len"] = lengths[0] if lengths else hub.get("max_position_embeddings")
+        # Like transformers, 0 is the default for every parameter but the attention factor.
+        names = {key: name for key, name in ROPE_KEYS[kind].items() if key != original}
+        out |= {f"rope.{name}": found[key] for key, name in names.items() if found.get(key)}
         mscale, mscale_all_dim = found.get("mscale"), found.get("mscale_all_dim")
         if kind == "yarn" and found.get("attention_factor") is None and mscale and mscale_all_dim:
             factor = found["factor"]
@@ -102,9 +111,65 @@ def rope(theta: float) -> Field:
         values = {key: getattr(model.rope, name) for key, name in ROPE_KEYS[kind].items()}
         if kind == "yarn":
             values["truncate"] = rounded
-        return {"rope_theta": model.rope.theta, "rope_scaling": {"rope_type": kind, **values} if values else None}
+        scaling = {"rope_type": kind, **values} if values or complete else None
+        return {"rope_theta": model.rope.theta, "rope_scaling": scaling}
 
-    return Field(("rope_theta", "rope_scaling", "rope_parameters"), read, write)
+    keys = (
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+    )
+    return Field(keys, read, write)
+
+
+def rope_parameters(hub: Json) -> Json:
+    """The rope parameters of a config.json, wherever its version of transformers writes them.
+
+    Raises ConfigError where two places disagree, or layers have parameters of their own.
+    """
+    places = [hub[name] for name in ("rope_scaling", "rope_parameters") if hub.get(name)]
+    for found in places:
+        if not isinstance(found, dict):
+            raise ConfigError(f"config.json: rope parameters are {found!r}, not an object")
+        if found != places[0]:
+            raise ConfigError(f"config.json: rope_scaling {places[0]} and rope_parameters {found} differ: remove one")
+    found = places[0] if places else {}
+    nested = {name: value for name, value in found.items() if isinstance(value, dict)}
+    if nested:
+        first, *others = nested.values()
+        if len(nested) != len(found) or any(other != first for other in others):
+            raise ConfigError(f"config.json: rope_parameters differ by layer ({', '.join(found)}): not supported")
+        found = first
+    base = hub.get("rope_theta", found.get("rope_theta"))
+    if found.get("rope_theta", base) != base:
+        raise ConfigError(
+            f"config.json: rope_theta is {base!r} and, in the rope parameters, {found['rope_theta']!r}: remove one"
+        )
+    return dict(found)
+
+
+def _check_rope(kind: Any, found: Json, hub: Json) -> None:
+    if kind not in [*ROPE_KEYS]:
+        hint = ROPE_HINTS.get(str(kind), "")
+        raise ConfigError(f"config.json: rope_type is {kind!r}, only {', '.join(ROPE_KEYS)} are supported{hint}")
+    known = {"rope_type", "type", "rope_theta", *ROPE_KEYS[kind], *EXTRA_ROPE_KEYS[kind]}
+    unknown = {key for key in found.keys() - known if found[key] is not None}
+    if any(values.get("partial_rotary_factor") not in (None, 1) for values in (found, hub)):
+        unknown.add("partial_rotary_factor")
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        raise ConfigError(f"config.json: rope parameters of {kind} have {names}, which are not supported")
+    if missing := [key for key in REQUIRED_ROPE_KEYS[kind] if not found.get(key)]:
+        raise ConfigError(f"config.json: rope parameters of {kind} have no {', '.join(missing)}, which are required")
+    for key in known - {"rope_type", "type", "truncate"}:
+        if not isinstance(found.get(key, 1.0), int | float | None):
+            raise ConfigError(f"config.json: {key} of the rope parameters is {found[key]!r}, not a number")
+    original = "original_max_position_embeddings"
+    both = {values[original] for values in (hub, found) if values.get(original) is not None}
+    if original in ROPE_KEYS[kind] and len(both) == 2:
+        raise ConfigError(f"config.json: {original} is both {' and '.join(map(str, sorted(both)))}: remove one")
 
 
 # {model.rope.scaling: (the hub's rope_type, whether YaRN's ramp is rounded to whole pairs)}
@@ -125,6 +190,14 @@ ROPE_KEYS: dict[str, dict[str, str]] = {
 EXTRA_ROPE_KEYS = {kind: {"partial_rotary_factor"} for kind in ROPE_KEYS} | {
     "yarn": {"partial_rotary_factor", "truncate", "mscale", "mscale_all_dim"}
 }
+REQUIRED_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}  # fmt: skip
+ROPE_HINTS = {
+    "dynamic": "; its frequencies depend on the length of each text: up to max_position_embeddings tokens they are "
+    "those of the default type, so remove rope_scaling to train on such texts"
+}
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -132,28 +205,33 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def one_window() -> Field:
-    """One sliding window for all layers, or none (Mistral)."""
+def one_window(default: int | None) -> Field:
+    """One sliding window for all layers, or none (Mistral); `default` is that of a file without the key."""
     return Field(
         ("sliding_window",),
-        lambda hub: {"windows": [hub.get("sliding_window")]},
+        lambda hub: {"windows": [hub.get("sliding_window", default)]},
         lambda model: {"sliding_window": model.windows[0]},
     )
 
 
-def layer_windows(switch: bool) -> Field:
-    """A window for the layers that layer_types names; with `switch` only if use_sliding_window is true (Qwen)."""
+def layer_windows(switch: bool, default: int) -> Field:
+    """A window for the layers that layer_types names; with `switch` only if use_sliding_window is true (Qwen).
+
+    `default` is the window of a file without sliding_window.
+    """
 
     def read(hub: Json) -> Settings:
-        window, layers = hub.get("sliding_window"), hub["num_hidden_layers"]
+        window, layers = hub.get("sliding_window", default), hub["num_hidden_layers"]
         if (switch and not hub.get("use_sliding_window", False)) or window is None:
             return {"windows": [None]}
         # Without layer_types, Qwen's first max_window_layers have no window, and gpt-oss alternates, starting with one.
         first = hub.get("max_window_layers", 28)
         windowed = [i >= first if switch else i % 2 == 0 for i in range(layers)]
         types = hub.get("layer_types") or ["sliding_attention" if flag else "full_attention" for flag in windowed]
+        if len(types) != layers:
+            raise ConfigError(f"config.json: layer_types has {len(types)} entries for num_hidden_layers {layers}")
         for kind in types:
-            if kind not in LAYER_TYPES:
+            if kind not in [*LAYER_TYPES]:
                 raise ConfigError(f"config.json: layer_types has {kind!r}, only {', '.join(LAYER_TYPES)} are supported")
         return {"windows": shortest_period([window if LAYER_TYPES[kind] else None for kind in types])}
 
@@ -188,6 +266,11 @@ def model_setting(model: ModelConfig, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def required(hub: Json, key: str) -> Any:
+    """A key's value; raises ConfigError if there is none."""
+    return _value(hub, (key,), REQUIRED)
 
 
 def _value(hub: Json, keys: tuple[str, ...], default: Any) -> Any:

@@ -21,6 +21,7 @@ from jaxtrain.hub.family import (
     write_model,
 )
 from jaxtrain.mesh.layout import flatten_paths
+from jaxtrain.ops.rope import scaled
 
 
 @pytest.mark.parametrize("name", [*DENSE, *MIXTURES])
@@ -164,6 +165,10 @@ def test_multi_token_prediction_has_deepseeks_names() -> None:
     }
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LENGTH = "original_max_position_embeddings"
+
+
 @pytest.mark.parametrize(
     ("changes", "needle"),
     [
@@ -172,8 +177,25 @@ def test_multi_token_prediction_has_deepseeks_names() -> None:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "twist": 1}}, "twist"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "depend on the length of each text"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "linear have no factor"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, "factor of the rope parameters is '2'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "no low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 4.0}}, "differ: remove one"),
+        ({"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}}, "rope_theta is 1000000"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+            "differ by layer",
+        ),
+        ({"original_max_position_embeddings": 32, "rope_parameters": YARN | {LENGTH: 64}}, "both 32 and 64"),
+        ({"rope_parameters": "yarn"}, "are 'yarn', not an object"),
+        ({"sliding_window_pattern": 6}, "sliding_window_pattern 6"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]}, "1 entries for num_h"),
         ({"logit_scale": 0.5}, "--ignore logit_scale"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config .unknown."),
+        ({"quantization_config": {"quant_method": "fp8"}}, "fp8. says that the weights are quantized"),
         ({"hidden_size": None}, "d_model"),
     ],
 )
@@ -181,6 +203,78 @@ def test_unsupported_settings_are_named(changes: dict[str, Any], needle: str) ->
     hub = json.loads((ROOT / "llama" / "config.json").read_text()) | changes
     with pytest.raises(ConfigError, match=needle):
         model_of(read_model(family_of(hub["model_type"]), hub))
+
+
+def _hub(family: str = "llama", without: tuple[str, ...] = (), **changes: Any) -> dict[str, Any]:
+    hub = json.loads((ROOT / family / "config.json").read_text()) | changes
+    return {key: value for key, value in hub.items() if key not in without}
+
+
+def test_the_original_length_of_a_scaled_rope_is_the_longest_position_unless_given() -> None:
+    """NVIDIA-NeMo/Automodel#2652; transformers sets it so for yarn, llama3 (standardize_rope_params)."""
+    longest = {"max_position_embeddings": 96}
+    for kind in (YARN, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}):
+        for hub, expected in (
+            (_hub(rope_parameters=kind, **longest), 96),
+            (_hub(rope_parameters=kind | {LENGTH: 64}, **longest), 64),
+            (_hub(rope_parameters=kind, **longest, **{LENGTH: 48}), 48),
+        ):
+            assert read_model(FAMILIES["llama"], hub)["rope.original_seq_len"] == expected
+    # Its frequencies by the closed form of the paper: pairs of 16 dims, 96 positions, 32 rotations to 1.
+    model = model_of(read_model(FAMILIES["llama"], _hub(rope_parameters=YARN | {"rope_theta": 1e4}, **longest)))
+    got, magnitude = scaled(16, model.rope)
+    low = max(math.floor(16 * math.log(96 / (32 * 2 * math.pi)) / (2 * math.log(1e4))), 0)
+    high = math.ceil(16 * math.log(96 / (2 * math.pi)) / (2 * math.log(1e4)))
+    for i, frequency in enumerate(got):
+        ramp = min(max((i - low) / (high - low), 0), 1)
+        assert frequency == pytest.approx(1e4 ** (-i / 8) * (1 - ramp + ramp / 4), rel=1e-6)
+    assert magnitude == pytest.approx(0.1 * math.log(4) + 1)
+
+
+def test_rope_parameters_are_read_wherever_they_stand() -> None:
+    spellings = [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5, "twist": None}},
+        {"rope_theta": 5e5, "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+        {"rope_theta": 5e5, "partial_rotary_factor": 1.0, "rope_parameters": {"type": "linear", "factor": 2.0}},
+    ]
+    places = ("rope_theta", "rope_scaling", "rope_parameters")
+    for spelling in spellings:
+        rope = model_of(read_model(FAMILIES["llama"], _hub(without=places) | spelling)).rope
+        assert (rope.theta, rope.scaling, rope.factor) == (5e5, "linear", 2.0), spelling
+    unrounded = _hub(rope_parameters=YARN | {"truncate": False, "beta_fast": None, "beta_slow": 0})
+    rope = model_of(read_model(FAMILIES["llama"], unrounded)).rope
+    assert (rope.scaling, rope.beta_fast, rope.beta_slow) == ("yarn_unrounded", 32, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "setting", "expected"),
+    [
+        ("llama", "num_key_value_heads", "n_kv_heads", None),
+        ("llama", "tie_word_embeddings", "tied_head", False),
+        ("gpt2", "tie_word_embeddings", "tied_head", True),
+        ("qwen3", "head_dim", "head_dim", 128),
+        ("gpt_oss", "head_dim", "head_dim", 64),
+        ("gpt_oss", "attention_bias", "qkv_bias", True),
+        ("gpt_oss", "sliding_window", "windows", [128, None]),
+        ("mistral", "sliding_window", "windows", [4096]),
+        ("mixtral", "sliding_window", "windows", [None]),
+        ("mistral", "num_key_value_heads", None, None),
+        ("gpt_oss", "rope_parameters", None, None),
+        ("deepseek_v3", "q_lora_rank", None, None),
+    ],
+)
+def test_a_missing_key_has_the_familys_default_or_is_named(
+    family: str, key: str, setting: str | None, expected: Any
+) -> None:
+    """Defaults of transformers' configuration classes, which differ by family; no setting: the key is required."""
+    hub = _hub(family, without=(key,))
+    if setting is None:
+        with pytest.raises(ConfigError, match=key):
+            read_model(FAMILIES[family], hub)
+    else:
+        assert read_model(FAMILIES[family], hub)[setting] == expected
 
 
 def test_a_missing_key_is_an_error_and_an_ignored_one_is_not() -> None:
