@@ -10,7 +10,8 @@ fetch copies from the other nodes' disks (checkpoint/peers.py). When all have to
 removed. A save that fails is reported and removed; the run goes on, the durable checkpoints protect it.
 
 **Restoring.** Each process lists the files of its node and tells step, token and unit; all compute the same choice:
-the newest save of which every unit is on some disk, if it is newer than the newest durable checkpoint. Whoever answers
+the newest save of which every unit is on some disk, if it is newer than the newest durable checkpoint (where that is
+damaged, than the one before). Whoever answers
 for a file verifies its hashes; damaged ones are removed, and the choice is made again. Then nodes fetch what the plan
 wants on their disk: a replaced node gets its shards, and the copies that it held. Each process reads its shards from
 its node's disk, and the digests of the restored state are compared with those of the record. Whatever cannot be read,

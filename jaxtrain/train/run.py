@@ -175,21 +175,35 @@ class Run:
     def _load(self) -> tuple[Restored | None, str]:
         """Restore state, tokens and history from the newest intact checkpoint, None if there is none; and its tier."""
         report_phase("restore", self.step)
-        bound, counters, tier, found = self.bound, self.counters, "local", None
-        if self.local is not None:
-            newest = self._checkpoints.latest()
-            found = self.local.restore(newer_than=-1 if newest is None else newest)
+        bound, counters = self.bound, self.counters
+        found, tier = self._restore_newest()
         if found is None:
-            tier, found = "durable", self._checkpoints.restore(self._order.checkpoint_layout)
-            if found is None:
-                return None, tier
-            found = found._replace(state=self._order.from_checkpoint(found.state))
+            return None, tier
         state = carry_over(found.state, self._config_of(found), bound.config)
         self.state = state | new_history(bound.config.guard, bound.mesh, found.meta.get(GUARD, {}))
         counters.tokens = counter_int(jax.device_get(state["tokens"]))
         counters.in_a_row, counters.spike = int(state["scaler"]["skipped"]), None
         # The state is the run's own: a step donates it.
         return found._replace(state=None), tier
+
+    def _restore_newest(self) -> tuple[Restored | None, str]:
+        """The newest intact checkpoint of both tiers, its state in the order of this mesh, and its tier."""
+        newest = self._checkpoints.latest()
+        if self.local is not None:
+            found = self.local.restore(newer_than=-1 if newest is None else newest)
+            if found is not None:
+                return found, "local"
+        found = self._checkpoints.restore(self._order.checkpoint_layout)
+        if self.local is not None and found is not None and newest is not None and found.step < newest:
+            # The newest durable one is damaged. Two states may not fit.
+            step, found = found.step, None
+            found = self.local.restore(newer_than=step)
+            if found is not None:
+                return found, "local"
+            found = self._checkpoints.restore(self._order.checkpoint_layout)
+        if found is not None:
+            found = found._replace(state=self._order.from_checkpoint(found.state))
+        return found, "durable"
 
     def _config_of(self, found: Restored) -> RunConfig:
         return config_of_meta(found.meta, f"checkpoint {found.step} of {self.directory}")

@@ -149,12 +149,18 @@ def test_a_plot_that_fails_is_reported_and_the_run_is_complete(
 
 
 class Crash:
-    """Fails after a step, before it is saved."""
+    """Fails after a step, before it is saved; `damage` alters the record of the newest durable checkpoint before."""
+
+    def __init__(self, step: int, damage: bool = False) -> None:
+        self.at, self.damage = step, damage
 
     def due(self, run: Run) -> bool:
-        return run.step == 5
+        return run.step == self.at
 
     def __call__(self, run: Run) -> None:
+        newest = run.wait_for_checkpoints()
+        if self.damage:
+            (run.directory / "checkpoints" / str(newest) / "record" / "metadata").write_text("altered")
         raise RuntimeError("planted")
 
 
@@ -165,7 +171,7 @@ def test_a_crash_between_durable_checkpoints_resumes_from_the_local_disk(
     disk = tmp_path / "disk"
     local = replace(config, "checkpoint.every=100", f"checkpoint.local={{directory: {disk}, every: 2, keep: 1}}")
     with pytest.raises(RuntimeError, match="planted"):
-        train(local, tmp_path / "run", quiet=True, hooks=[Crash()])
+        train(local, tmp_path / "run", quiet=True, hooks=[Crash(5)])
     saves = [event for event in read_events(tmp_path / "run") if event["kind"] == "local_checkpoint"]
     assert [event["step"] for event in saves] == [2, 4] and all(event["bytes"] > 10_000 for event in saves)
     assert {path.parent.name.partition("-")[0] for path in disk.rglob("*.shards")} == {"4"}, "keep is 1"
@@ -176,6 +182,14 @@ def test_a_crash_between_durable_checkpoints_resumes_from_the_local_disk(
     (restored,) = [event for event in read_events(tmp_path / "run") if event["kind"] == "restored"]
     assert (restored["tier"], restored["step"]) == ("local", 4)
     assert not list(disk.rglob("*.shards")), "a finished run needs none"
+
+    # Durable ones of steps 2 and 4, and a local one of step 3: where 4 is damaged, 3 is the newest.
+    local = replace(local, "checkpoint.every=2", "checkpoint.local.every=3")
+    with pytest.raises(RuntimeError, match="planted"):
+        train(local, tmp_path / "damaged", quiet=True, hooks=[Crash(5, damage=True)])
+    assert train(local, tmp_path / "damaged", quiet=True)["resumed_from"] == 3
+    assert (tmp_path / "damaged" / "checkpoints" / "damaged-4-0").is_dir()
+    assert_same_rows(tmp_path / "damaged", tmp_path / "unbroken")
 
 
 class Remove:
