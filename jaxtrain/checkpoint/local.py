@@ -11,12 +11,11 @@ removed. A save that fails is reported and removed; the run goes on, the durable
 
 **Restoring.** Each process lists the files of its node and tells step, token and unit; all compute the same choice:
 the newest save of which every unit is on some disk, if it is newer than the newest durable checkpoint (where that is
-damaged, than the one before). Whoever answers
-for a file verifies its hashes; damaged ones are removed, and the choice is made again. Then nodes fetch what the plan
-wants on their disk: a replaced node gets its shards, and the copies that it held. Each process reads its shards from
-its node's disk, and the digests of the restored state are compared with those of the record. Whatever cannot be read,
-fetched or verified leads to an older save or to the durable checkpoint. Files of another run, mesh, number of processes
-or grouping of processes into nodes are ignored, and that is printed.
+damaged, than the one before). Whoever answers for a file verifies its hashes; damaged ones are removed, and the choice
+is made again. Then nodes fetch what the plan wants on their disk: a replaced node gets its shards, and the copies that
+it held. Each process reads its shards from its node's disk, and the digests of the restored state are compared with
+those of the record. Whatever cannot be read, fetched or verified leads to an older save or to the durable checkpoint.
+Files of another run, mesh, number of processes or grouping of processes into nodes are ignored, and that is printed.
 """
 
 from __future__ import annotations
