@@ -13,7 +13,7 @@ from jaxtrain.cli.verb import VERB, Positional, Verb
 
 @dataclass(frozen=True, config=VERB)
 class Generate(Verb):
-    """Continue a prompt with the newest checkpoint of a run."""
+    """Continue a prompt with the newest checkpoint of a run, up to the end that the model draws."""
 
     run: Annotated[Path, Positional("RUN")]
     """Run directory."""
@@ -25,6 +25,10 @@ class Generate(Verb):
     """Softmax temperature; 0 is greedy. Default 0.7."""
     seed: int = 0
     """Seed of sampling."""
+    chat: bool = False
+    """The prompt is a user's turn in the template of the run's chat source; print the answer alone."""
+    special: bool = False
+    """Names of special tokens in the prompt are special tokens; otherwise they are text."""
     coordinator: str | None = None
     """HOST:PORT on which process 0 listens; with --processes and --process-id, this process joins a job by hand."""
     processes: int | None = None
@@ -44,7 +48,8 @@ class Generate(Verb):
 
         from jaxtrain.train.use import generate
 
-        text = generate(self.run, self.prompt, self.tokens, self.temperature, self.seed, overrides)
+        drawn = self.tokens, self.temperature, self.seed
+        text = generate(self.run, self.prompt, *drawn, overrides, self.chat, self.special)
         if jax.process_index() == 0:
             print(text)
         return 0

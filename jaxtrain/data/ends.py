@@ -93,6 +93,13 @@ def ends_file(tokenizer: Tokenizer, bos: int | None, eos: int) -> str:
     return json.dumps({**tokens, "add_bos_token": bos is not None, "tokenizer_class": "PreTrainedTokenizerFast"})
 
 
+def stop_ids(folder: Path, eos: int) -> list[int]:
+    """Ids that end a generated text: `eos`, and the eos_token_id of a generation_config.json in `folder`."""
+    more = _read_json(folder / "generation_config.json").get("eos_token_id")
+    more = more if isinstance(more, list) else [more]
+    return [eos, *(number for number in more if isinstance(number, int) and number != eos)]
+
+
 def _opening(
     tokenizer: Tokenizer, files: Mapping[str, Mapping[str, Any]], candidate: tuple[int, str] | None
 ) -> tuple[int | None, str] | None:

@@ -16,7 +16,7 @@ from jaxtrain.config import ConfigError, RunConfig, TokenizerConfig
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.ends import BOS, EOS, TOKENIZER_CONFIG, Ends, choose_ends, old_ends
 from jaxtrain.data.files import fingerprint, unreadable
-from jaxtrain.data.readers import Content, TokenIds
+from jaxtrain.data.readers import Content, TokenIds, Turn
 from jaxtrain.data.sentencepiece import convert
 
 Texts = Callable[[], Iterator[str]]
@@ -81,6 +81,20 @@ class TextTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt: the token that begins a document, if there is one, then the text."""
         return self._begin + self._texts.encode(text, add_special_tokens=False).ids
+
+    def encode_turns(self, turns: Sequence[Turn]) -> list[int]:
+        """Token ids of the beginning of a chat, as in training, without the token that ends a document."""
+        texts = iter(self._texts.encode_batch_fast([t.text for t in turns if not t.special], add_special_tokens=False))
+        return self._document(tuple(turns), texts)[0].tolist()[:-1]
+
+    def special_ids(self, text: str) -> list[int]:
+        """Ids of the special tokens that a template's text names."""
+        return [number for number in self._special(text) if number in self.special]
+
+    @cached_property
+    def special(self) -> frozenset[int]:
+        """Ids of special tokens, which `decode` leaves out."""
+        return frozenset(number for number, added in self.inner.get_added_tokens_decoder().items() if added.special)
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of documents with the tokens that begin and end them; the texts are encoded in parallel."""

@@ -16,9 +16,17 @@ from jaxtrain.ops.loss import soft_cap
 
 
 def sample(
-    model: Model, params: Tree, prompt_ids: Sequence[int], n: int, temperature: float, key: jax.Array
+    model: Model,
+    params: Tree,
+    prompt_ids: Sequence[int],
+    n: int,
+    temperature: float,
+    key: jax.Array,
+    stop: Sequence[int] = (),
 ) -> NDArray[np.int32]:
     """The prompt followed by n tokens drawn at `temperature` (0 is greedy): int32 [len(prompt_ids) + n].
+
+    A token of `stop` is the last one: then the result is shorter.
 
     Raises ConfigError for an empty prompt, or where the text would be longer than the table of learned positions.
     Call it outside `use_rules`: a batch of one sequence cannot be sharded over replicas.
@@ -33,25 +41,43 @@ def sample(
         )
     buffer = np.zeros(length, np.int32)
     buffer[: len(prompt_ids)] = prompt_ids
-    return np.asarray(_fill(model, params, buffer, len(prompt_ids), jnp.float32(temperature), key))
+    stop = tuple(sorted(set(stop)))
+    filled, end = _fill(model, stop, params, buffer, len(prompt_ids), jnp.float32(temperature), key)
+    return np.asarray(filled)[: int(end)]
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _fill(
-    model: Model, params: Tree, buffer_L: jax.Array, start: jax.Array, temperature: jax.Array, key: jax.Array
-) -> jax.Array:
-    """Write tokens from index `start` on; the unwritten rest of the buffer is masked by causality."""
+    model: Model,
+    stop: tuple[int, ...],
+    params: Tree,
+    buffer_L: jax.Array,
+    start: jax.Array,
+    temperature: jax.Array,
+    key: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Write tokens from index `start` on; the unwritten rest of the buffer is masked by causality.
+
+    Returns the buffer and the number of tokens in it: fewer than it has room for where one of `stop` was written.
+    """
     positions_BL = jnp.arange(buffer_L.shape[0])[None]
     segments_BL = jnp.ones_like(positions_BL)
     head_DV = model.head(params)
 
-    def write(index: jax.Array, buffer_L: jax.Array) -> jax.Array:
+    def write(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        index, buffer_L = state
         x_BLD, _ = model.hidden(params, buffer_L[None], positions_BL, segments_BL)
         logits_V = soft_cap(
             jnp.dot(x_BLD[0, index - 1], head_DV, preferred_element_type=jnp.float32), model.config.logit_softcap
         )
         sampled = jax.random.categorical(jax.random.fold_in(key, index), logits_V / jnp.maximum(temperature, 1e-6))
         token = jnp.where(temperature > 0, sampled, jnp.argmax(logits_V))
-        return buffer_L.at[index].set(token.astype(buffer_L.dtype))
+        return index + 1, buffer_L.at[index].set(token.astype(buffer_L.dtype))
 
-    return jax.lax.fori_loop(start, buffer_L.shape[0], write, buffer_L)
+    def goes_on(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+        index, buffer_L = state
+        ended = jnp.any(buffer_L[index - 1] == jnp.array(stop, buffer_L.dtype)) & (index > start)
+        return (index < buffer_L.shape[0]) & ~ended
+
+    end, buffer_L = jax.lax.while_loop(goes_on, write, (jnp.asarray(start), jnp.asarray(buffer_L)))
+    return buffer_L, end

@@ -12,6 +12,7 @@ import jax
 
 from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data import TextTokenizer
+from jaxtrain.data.ends import stop_ids
 from jaxtrain.observe.files import write_summary
 from jaxtrain.report.experts import draw_experts
 from jaxtrain.report.training import draw_curve, print_summary
@@ -19,7 +20,7 @@ from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.run import Run
 from jaxtrain.train.run_dir import read_summary
 from jaxtrain.train.state import state_bytes_per_device
-from jaxtrain.train.use import continue_text
+from jaxtrain.train.use import chat_template, continue_text, encode_prompt
 
 
 def summarize(run: Run, phases: PhaseSteps, checkpoint: int | None, wall_s: float) -> dict[str, Any]:
@@ -119,5 +120,8 @@ def _sample(run: Run) -> str | None:
     train = run.bound.config.train
     if not train.sample_prompt:
         return None
-    drawn = train.sample_prompt, train.sample_tokens, train.sample_temperature, train.seed
-    return continue_text(run.bound, run.corpus.tokenizer, run.state["params"], *drawn)
+    tokenizer, chat = run.corpus.tokenizer, chat_template(run.bound) is not None
+    prompt = encode_prompt(run.bound, tokenizer, train.sample_prompt, chat)
+    drawn = train.sample_tokens, train.sample_temperature, train.seed, stop_ids(run.directory / "hub", tokenizer.eos)
+    text = continue_text(run.bound, tokenizer, run.state["params"], prompt, *drawn)
+    return f"{train.sample_prompt}\n{text}" if chat else text

@@ -52,3 +52,13 @@ def test_one_compilation_and_the_same_key_the_same_text(setting):
 def test_refuses(setting, prompt, n, words):
     with pytest.raises(ConfigError, match=words):
         generate.sample(*setting, prompt, n, 0.0, jax.random.key(0))
+
+
+def test_ends_at_the_first_token_of_stop_that_is_drawn(setting):
+    model, params = setting
+    whole = generate.sample(model, params, [3, 1, 4], 9, 0.0, jax.random.key(0)).tolist()
+    stop = whole[5]
+    cut = generate.sample(model, params, [3, 1, 4], 9, 0.0, jax.random.key(0), [stop, 31]).tolist()
+    assert cut == whole[: whole.index(stop, 3) + 1] and len(cut) < len(whole)
+    # One of the prompt ends nothing.
+    assert generate.sample(model, params, [3, stop, 4], 1, 0.0, jax.random.key(0), [stop]).shape == (4,)
