@@ -182,8 +182,13 @@ def test_an_overflow_of_the_update_is_not_applied_and_the_run_ends_with_status_3
     assert events_of(tmp_path / "run", "end")[0]["status"] == 3
 
     # float16 whose first loss scale is too high says so; no checkpoint that was saved meanwhile counts as good.
-    half = ["precision.compute=float16", "precision.scale_init=16777216", "precision.max_skipped=3"]
-    with pytest.raises(DivergedError, match=r"began at precision.scale_init 1.67772e\+07.*is still 4.1943e\+06"):
+    half = [
+        "precision.compute=float16",
+        "precision.scale_init=1073741824",
+        "precision.scale_max=1073741824",
+        "precision.max_skipped=3",
+    ]
+    with pytest.raises(DivergedError, match=r"began at precision.scale_init 1.07374e\+09.*is still 2.68435e\+08"):
         train(replace(config, *half, "checkpoint.every=2"), tmp_path / "half", quiet=True)
     reader = CheckpointReader(tmp_path / "half" / "checkpoints")
     assert reader.read_meta(2)["good"] is False
