@@ -115,6 +115,8 @@ class ModelConfig(Section):
 
     vocab_size: PositiveInt = 8192
     """Entries of the embedding table; at least the size of the tokenizer."""
+    unpadded_vocab_size: PositiveInt | None = None
+    """Entries that are tokens; later ones are padding: never in a softmax, a loss or a sample; null is vocab_size."""
     d_model: PositiveInt = 256
     """Width of the residual stream."""
     n_layers: PositiveInt = 4
@@ -181,8 +183,18 @@ class ModelConfig(Section):
         """Width of a head, the default applied."""
         return self.head_dim or self.d_model // self.n_heads
 
+    @property
+    def token_rows(self) -> int:
+        """Entries of the embedding table that are tokens, the default applied."""
+        return self.unpadded_vocab_size or self.vocab_size
+
     @model_validator(mode="after")
     def _shapes_agree(self) -> ModelConfig:
+        if self.token_rows > self.vocab_size:
+            raise ValueError(
+                f"model.unpadded_vocab_size {self.unpadded_vocab_size} exceeds model.vocab_size {self.vocab_size}: "
+                "raise model.vocab_size, which counts the padding too"
+            )
         if self.head_dim is None and self.d_model % self.n_heads:
             raise ValueError(
                 f"model.n_heads {self.n_heads} does not divide model.d_model {self.d_model}: "

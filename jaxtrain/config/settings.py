@@ -376,10 +376,12 @@ class RunConfig(Section):
                     f"{name} {length} exceeds model.max_seq_len {model.max_seq_len}, "
                     f"the number of learned positions: shorten {name} or enlarge model.max_seq_len"
                 )
-        if tokenizer.path is None and tokenizer.vocab_size > model.vocab_size:
+        if tokenizer.path is None and tokenizer.vocab_size > model.token_rows:
+            padding = "" if model.unpadded_vocab_size is None else " without its padding"
             raise ValueError(
-                f"data.tokenizer.vocab_size {tokenizer.vocab_size} exceeds model.vocab_size {model.vocab_size}: "
-                "lower the first or raise the second, the embedding needs an entry for each token"
+                f"data.tokenizer.vocab_size {tokenizer.vocab_size} exceeds model.vocab_size "
+                f"{model.token_rows}{padding}: lower the first or raise the second, "
+                "the embedding needs an entry for each token"
             )
         if model.n_layers % self.remat.every:
             raise ValueError(f"remat.every {self.remat.every} does not divide model.n_layers {model.n_layers}: use 1")

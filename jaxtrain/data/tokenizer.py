@@ -166,11 +166,12 @@ def prepare_tokenizer(config: RunConfig, beside: Path | None, key: str, texts: T
         path = beside or _trained(settings.vocab_size, key, texts, cache)
     old = path == beside and not (path.parent / TOKENIZER_CONFIG).is_file()
     tokenizer = load_tokenizer(path, settings, old)
-    if tokenizer.vocab_size > config.model.vocab_size:
+    rows = config.model.token_rows
+    if tokenizer.vocab_size > rows:
         raise ConfigError(
             f"the tokenizer {path} has token ids up to {tokenizer.vocab_size - 1}, beyond the "
-            f"{config.model.vocab_size} rows of the embedding table (ids 0..{config.model.vocab_size - 1}): "
-            f"set model.vocab_size to at least {tokenizer.vocab_size}"
+            f"{rows} rows of the embedding table (ids 0..{rows - 1}): "
+            f"set model.vocab_size (and model.unpadded_vocab_size, if set) to at least {tokenizer.vocab_size}"
         )
     return tokenizer
 

@@ -33,8 +33,8 @@ IGNORED_KEYS = {
 }  # fmt: skip
 # Model settings that concern training only and have no key in config.json.
 TRAINING_SETTINGS = (
-    "vocab_size", "mtp_weight", "init_std", "moe.balance", "moe.balance_weight", "moe.z_weight", "moe.capacity",
-    "moe.buffer",
+    "vocab_size", "unpadded_vocab_size", "mtp_weight", "init_std", "moe.balance", "moe.balance_weight", "moe.z_weight",
+    "moe.capacity", "moe.buffer",
 )  # fmt: skip
 
 

@@ -63,7 +63,11 @@ def import_run(
     def parsed(home: Path) -> RunConfig:
         """The run's configuration with the tokenizer file in `home`."""
         path = [f"data.tokenizer.path={(home / tokenizer).absolute()}"] if tokenizer else []
-        return validate(_check_tokenizer(apply_overrides(apply_overrides(tree, path), overrides), directory))
+        given = _check_tokenizer(apply_overrides(apply_overrides(tree, path), overrides), directory)
+        # Rows that a larger model.vocab_size adds are padding.
+        if given["model"]["vocab_size"] != hub["vocab_size"]:
+            given["model"].setdefault("unpadded_vocab_size", hub["vocab_size"])
+        return validate(given)
 
     # Use the folder's tokenizer until everything is checked; then it is copied into the run.
     agree_on_start(parsed(directory))
@@ -103,7 +107,7 @@ def export_run(
     config = run_config(run, overrides)
     origin = run / ORIGIN
     hub = read_json(origin / "config.json") if (origin / "config.json").is_file() else {}
-    vocabulary = hub.get("vocab_size", config.model.vocab_size)
+    vocabulary = hub.get("vocab_size", config.model.token_rows)
     chosen, hub_config = _find_family(config, vocabulary, family or hub.get("model_type"))
     agree_on_start(config, read=run)
     setup = bind_here(config, overrides)

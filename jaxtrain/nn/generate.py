@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jaxtrain.config import ConfigError
 from jaxtrain.nn.model import Model, Tree
-from jaxtrain.ops.loss import soft_cap
+from jaxtrain.ops.loss import mask_padding, soft_cap
 
 
 def sample(
@@ -67,9 +67,8 @@ def _fill(
     def write(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         index, buffer_L = state
         x_BLD, _ = model.hidden(params, buffer_L[None], positions_BL, segments_BL)
-        logits_V = soft_cap(
-            jnp.dot(x_BLD[0, index - 1], head_DV, preferred_element_type=jnp.float32), model.config.logit_softcap
-        )
+        logits_V = jnp.dot(x_BLD[0, index - 1], head_DV, preferred_element_type=jnp.float32)
+        logits_V = mask_padding(soft_cap(logits_V, model.config.logit_softcap), model.config.unpadded_vocab_size)
         sampled = jax.random.categorical(jax.random.fold_in(key, index), logits_V / jnp.maximum(temperature, 1e-6))
         token = jnp.where(temperature > 0, sampled, jnp.argmax(logits_V))
         return index + 1, buffer_L.at[index].set(token.astype(buffer_L.dtype))

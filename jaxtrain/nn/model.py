@@ -22,7 +22,7 @@ from jaxtrain.nn.mla import check_latent
 from jaxtrain.nn.mtp import mtp_labels
 from jaxtrain.numerics.remat import check_remat
 from jaxtrain.numerics.wide import widen
-from jaxtrain.ops.loss import cross_entropy, soft_cap
+from jaxtrain.ops.loss import cross_entropy, mask_padding, soft_cap
 
 Tree = dict[str, Any]
 """A nested dict with arrays (or Params) as leaves."""
@@ -80,7 +80,7 @@ class Model:
         streams, stats = nnx.merge(self.graph, params).mtp_streams(x_BLD, *fields, totals, remat)
         labels_KBL = mtp_labels(batch["labels"], batch["segments"], config.mtp)
         parts = [
-            cross_entropy(x_BLD, head_DV, labels_BL, config.logit_softcap, batch_shards)
+            cross_entropy(x_BLD, head_DV, labels_BL, config.logit_softcap, batch_shards, config.unpadded_vocab_size)
             for x_BLD, labels_BL in zip(streams, labels_KBL, strict=True)
         ]
         loss_K, scored_K = (jnp.stack(sums) for sums in zip(*parts, strict=True))
@@ -120,13 +120,14 @@ class Model:
         return widen(weight).T if self.config.tied_head else widen(weight)
 
     def logits(self, params: Tree, tokens_BL: jax.Array, positions_BL: jax.Array, segments_BL: jax.Array) -> jax.Array:
-        """Float32 logits [B, L, V], soft-capped where configured; training uses ops.loss, which never stores them."""
+        """Float32 logits [B, L, V], soft-capped where configured, -inf for padding; ops.loss never stores them."""
         x_BLD, _ = self.hidden(params, tokens_BL, positions_BL, segments_BL)
         x_BLD = constrain(x_BLD, "batch", "seq_len", "hidden")
         logits_BLV = jnp.einsum(
             "bld,dv->blv", x_BLD, self.head(params).astype(x_BLD.dtype), preferred_element_type=jnp.float32
         )
-        return soft_cap(constrain(logits_BLV, "batch", "seq_len", "vocab"), self.config.logit_softcap)
+        logits_BLV = soft_cap(constrain(logits_BLV, "batch", "seq_len", "vocab"), self.config.logit_softcap)
+        return mask_padding(logits_BLV, self.config.unpadded_vocab_size)
 
     def to_stack(self, stack: str, rows: jax.Array) -> jax.Array:
         """A stack's layers from the order of the model to that of its parameters; here they are the same."""

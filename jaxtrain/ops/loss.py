@@ -36,19 +36,22 @@ class _LossOptions(NamedTuple):
     chunks: int
     shards: tuple[int, int]
     """Number of shards of the batch and of the length."""
+    rows: int | None
+    """Columns of the head that are tokens; None: all."""
 
 
 def cross_entropy(
-    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None = None, batch_shards: int = 1
-) -> tuple[jax.Array, jax.Array]:
+    x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None = None, batch_shards: int = 1,
+    rows: int | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Sum of -log softmax(x @ w)[label] over scored positions (float32) and their number (int32): see `loss_sums`."""
-    loss, sums = loss_sums(x_BLD, w_DV, labels_BL, softcap, batch_shards)
+    loss, sums = loss_sums(x_BLD, w_DV, labels_BL, softcap, batch_shards, rows=rows)
     return loss, sums["scored"]
 
 
 def loss_sums(
     x_BLD: jax.Array, w_DV: jax.Array, labels_BL: jax.Array, softcap: float | None = None, batch_shards: int = 1,
-    z_weight: float = 0.0,
+    z_weight: float = 0.0, rows: int | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:  # fmt: skip
     """The objective, float32, and sums over scored positions.
 
@@ -56,6 +59,7 @@ def loss_sums(
     logsumexp(x @ w) (PaLM); "scored" is the number of positions (int32). The objective is loss + z_loss; only it has a
     gradient.
 
+    Columns of w from `rows` on are padding of the vocabulary: no part of the softmax, and without a gradient.
     Labels of IGNORE are not scored; without a scored label the sums and gradients are 0. The vocabulary may be sharded;
     it is not gathered. Under differentiation the forward pass computes the gradients of x and w chunk by chunk, so that
     logits are computed once and not saved. `batch_shards`: over how many devices the batch is sharded (divides B). Each
@@ -65,7 +69,7 @@ def loss_sums(
     L, D = x_BLD.shape[1:]
     mesh = active_mesh()
     length_shards = math.prod(mesh.shape[axis] for axis in active_axes("seq_len")) if mesh is not None else 1
-    options = _LossOptions(softcap, z_weight, _chunks(L // length_shards, D), (batch_shards, length_shards))
+    options = _LossOptions(softcap, z_weight, _chunks(L // length_shards, D), (batch_shards, length_shards), rows)
     objective, totals = _loss_sum(x_BLD, w_DV, labels_BL, options)
     loss, squares = lax.stop_gradient(totals)
     sums = {"loss": loss, "scored": jnp.sum(labels_BL != IGNORE, dtype=jnp.int32)}
@@ -75,6 +79,11 @@ def loss_sums(
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     """cap * tanh(x / cap); x without a cap."""
     return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def mask_padding(logits_V: jax.Array, rows: int | None) -> jax.Array:
+    """Logits [..., V] with -inf from index `rows` on, where the vocabulary is padding; None: no padding."""
+    return logits_V if rows is None else jnp.where(jnp.arange(logits_V.shape[-1]) < rows, logits_V, -jnp.inf)
 
 
 def _chunks(L: int, D: int) -> int:
@@ -107,6 +116,7 @@ class _ChunkLoss(NamedTuple):
 def _chunk_loss(x_BCD: jax.Array, w_DV: jax.Array, labels_BC: jax.Array, options: _LossOptions) -> _ChunkLoss:
     logits_BCV = jnp.einsum("bcd,dv->bcv", x_BCD, w_DV, preferred_element_type=jnp.float32)
     logits_BCV = soft_cap(constrain(logits_BCV, "batch", "seq_len", "vocab"), options.softcap)
+    logits_BCV = mask_padding(logits_BCV, options.rows)
     # Unlike take_along_axis, a comparison needs no communication when the vocabulary is sharded.
     onehot_BCV = labels_BC[..., None] == jnp.arange(w_DV.shape[1], dtype=labels_BC.dtype)
     lse_BC = jax.nn.logsumexp(logits_BCV, axis=-1)
@@ -124,6 +134,8 @@ def _chunk_cotangent(chunk: _ChunkLoss, labels_BC: jax.Array, options: _LossOpti
     cotangent_BCV = softmax_BCV - chunk.onehot_BCV
     if options.softcap is not None:
         cotangent_BCV *= 1.0 - jnp.square(chunk.logits_BCV / options.softcap)
+    if options.rows is not None:  # the cap's derivative at -inf is not a number
+        cotangent_BCV = jnp.where(jnp.arange(cotangent_BCV.shape[-1]) < options.rows, cotangent_BCV, 0.0)
     return jnp.where((labels_BC != IGNORE)[..., None], cotangent_BCV, 0.0)
 
 

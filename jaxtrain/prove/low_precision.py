@@ -72,6 +72,7 @@ def verify_precision(
     found = jax.devices() if devices is None else devices
     small = replace(
         shrink(config), f"data.seq_len={SEQ_LEN}", f"model.max_seq_len={SEQ_LEN}", f"model.vocab_size={VOCAB}",
+        "model.unpadded_vocab_size=null",
         f"data.tokenizer.vocab_size={VOCAB}", f"train.global_batch={BATCH}", f"precision.compute={compute}",
     )  # fmt: skip
     all_rows = layouts == "all"

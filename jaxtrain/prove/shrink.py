@@ -37,13 +37,14 @@ def shrink(config: RunConfig) -> RunConfig:
     """The configuration shrunk by SHRINK_RULES; mesh, rules and attention settings are unchanged."""
     tree, train = to_tree(config), config.train
     accumulates = train.microbatch is not None or (train.accumulation or 1) > 1
+    model = _model(config.model, config.data.seq_len)
     return validate({
         "mesh": tree["mesh"], "attention": tree["attention"],
         "remat": {**tree["remat"], "every": min(config.remat.every, 2)},
         "pipeline": {**tree["pipeline"], "microbatches": None, "stages": "auto"},
         "rules": {**tree["rules"], "replicated_limit": 10**9},
-        "model": _model(config.model, config.data.seq_len),
-        "data": {"seq_len": SEQ_LEN, "tokenizer": {"vocab_size": VOCAB}},
+        "model": model,
+        "data": {"seq_len": SEQ_LEN, "tokenizer": {"vocab_size": model["unpadded_vocab_size"] or VOCAB}},
         "train": {
             "steps": 10, "global_batch": BATCH, "accumulation": 1 + accumulates, "z_loss": 1e-2, "sample_prompt": "",
             "loss": train.loss, "metrics": train.metrics,
@@ -66,7 +67,8 @@ def _model(model: ModelConfig, seq_len: int) -> dict[str, Any]:
     scale = model.attention_scale
     return {
         **model.model_dump(),
-        "vocab_size": VOCAB, "d_model": WIDTH, "n_layers": _layers(model), "n_heads": groups * kv_heads,
+        "vocab_size": VOCAB, "unpadded_vocab_size": model.unpadded_vocab_size and VOCAB - 8,
+        "d_model": WIDTH, "n_layers": _layers(model), "n_heads": groups * kv_heads,
         "n_kv_heads": kv_heads, "head_dim": head, "d_ff": 96, "max_seq_len": SEQ_LEN,
         "init_std": WIDTH**-0.5,
         "windows": [w and max(2, min(SEQ_LEN // 2, round(SEQ_LEN * w / seq_len))) for w in model.windows],

@@ -135,7 +135,7 @@ class Verifier:
         self._config, self._devices = config, devices
         self._options = FAST_CPU if devices[0].platform == "cpu" else {}
         train, data, moe = config.train, config.data, config.model.moe
-        self._step_batches = adversarial_batches(train.global_batch, data.seq_len, config.model.vocab_size)
+        self._step_batches = adversarial_batches(train.global_batch, data.seq_len, config.model.token_rows)
         # A balance loss or a capacity per sequence depends on the packing: the reference is packed like the layout.
         self._packed_reference = bool(moe.experts) and (moe.balance == "sequence" or moe.capacity is not None)
         sequences = max(len(step_batch.spans) for step_batch in self._step_batches) * 2
@@ -188,7 +188,7 @@ class Verifier:
         batches = [step_batch.packed(batch_size, seq_len) for step_batch in step_batches]
         # Unscored tokens of a mixture count in its balance loss; multi-token prediction scores tokens by later labels.
         tails = not (model.moe.experts or model.mtp)
-        return batches, randomize_masked(batches[0], model.vocab_size, seq_len, tails)
+        return batches, randomize_masked(batches[0], model.token_rows, seq_len, tails)
 
     def _reference_batch(self, step_batch: StepBatch) -> HostBatch:
         batch_size, seq_len = self._reference.batch_shape.global_batch, self._config.data.seq_len

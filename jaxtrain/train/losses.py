@@ -57,8 +57,11 @@ METRICS: Registry[Metric] = Registry("train.metrics")
 @LOSSES.register("cross_entropy")
 def cross_entropy_loss(inputs: HeadInputs) -> tuple[jax.Array, Sums]:
     """Cross entropy in nats plus train.z_loss times the squared log-partition (PaLM), in chunks over the vocabulary."""
-    softcap, z_weight = inputs.config.model.logit_softcap, inputs.config.train.z_loss
-    return loss_sums(inputs.x_BLD, inputs.head_DV, inputs.batch["labels"], softcap, inputs.batch_shards, z_weight)
+    model, z_weight = inputs.config.model, inputs.config.train.z_loss
+    return loss_sums(
+        inputs.x_BLD, inputs.head_DV, inputs.batch["labels"], model.logit_softcap, inputs.batch_shards, z_weight,
+        model.unpadded_vocab_size,
+    )  # fmt: skip
 
 
 def metric_sums(inputs: HeadInputs) -> Sums:

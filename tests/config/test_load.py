@@ -13,6 +13,7 @@ from jaxtrain.config import settings as schema
 from jaxtrain.config.load import read_yaml
 from jaxtrain.config.values import parse_yaml
 from jaxtrain.mesh.rules import resolve_rules
+from jaxtrain.prove.shrink import shrink
 
 SHIPPED = sorted(str(path.relative_to(CONFIG_ROOT)) for path in CONFIG_ROOT.rglob("*.yaml"))
 
@@ -127,3 +128,22 @@ def test_every_setting_is_documented() -> None:
         if not field.description
     ]
     assert not undocumented
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.vocab_size=300", "model.unpadded_vocab_size=301"], "unpadded_vocab_size 301 exceeds model.vocab_size"),
+        (
+            ["data.tokenizer.vocab_size=300", "model.unpadded_vocab_size=299"],
+            "model.vocab_size 299 without its padding",
+        ),
+    ],
+)
+def test_padding_leaves_a_row_for_every_token(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config("tiny.yaml", overrides)
+    config = load_config("tiny.yaml", ["data.tokenizer.vocab_size=300", "model.unpadded_vocab_size=300"])
+    assert config.model.token_rows == 300
+    small = shrink(config).model
+    assert small.token_rows == small.vocab_size - 8

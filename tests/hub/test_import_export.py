@@ -17,7 +17,7 @@ from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.cli import main, split_overrides
 from jaxtrain.config import ConfigError
 from jaxtrain.hub.runs import import_run
-from jaxtrain.train.reading import open_run
+from jaxtrain.train.reading import open_run, run_config
 
 WORDS = [f"word{i}" for i in range(150)]
 
@@ -72,6 +72,7 @@ def test_exporting_an_import_gives_the_same_bits(imported: Path, hub: Path, tmp_
     got, want = tensors_in(tmp_path / "out"), tensors_in(hub)
     assert got.keys() == want.keys()
     assert all(got[name].tobytes() == want[name].tobytes() for name in want)
+    assert run_config(imported).model.unpadded_vocab_size == 192
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (hub, tmp_path / "out"))
     for key in ("model_type", "architectures", "vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "dtype"):
         assert after[key] == before[key], key

@@ -48,6 +48,19 @@ def test_one_compilation_and_the_same_key_the_same_text(setting):
     np.testing.assert_array_equal(texts[0], texts[2])
 
 
+def test_padded_rows_are_neither_sampled_nor_in_the_logits(setting):
+    """huggingface/transformers#29219: logits of trained rows far below the zero of padded ones."""
+    _, params = setting
+    table = params["head"]["weight"]
+    likely = {**params, "head": {"weight": table.at[:, 24:].set(0).at[:, :24].add(-30 * jnp.sign(table[:, :1]))}}
+    model = build(CONFIG.model_copy(update={"unpadded_vocab_size": 24}))
+    for temperature in (0.0, 5.0):
+        text = generate.sample(model, likely, [3], 11, temperature, jax.random.key(1))
+        assert (text < 24).all()
+    logits = model.logits(likely, jnp.asarray(text)[None], np.arange(12)[None], np.ones((1, 12), int))
+    assert np.isneginf(logits[..., 24:]).all() and np.isfinite(logits[..., :24]).all()
+
+
 @pytest.mark.parametrize(("prompt", "n", "words"), [([], 4, "sample_prompt"), ([1] * 6, 7, "model.max_seq_len 12")])
 def test_refuses(setting, prompt, n, words):
     with pytest.raises(ConfigError, match=words):
