@@ -145,6 +145,12 @@ def test_a_new_run_is_exported_by_the_first_family_that_can_express_it(text: Pat
         (lambda hub: make_big_tokenizer(hub / "tokenizer.json"), "has token ids up to 202, beyond"),
         (lambda hub: (hub / "model.safetensors").unlink(), "has neither model.safetensors"),
         (lambda hub: (hub / "config.json").write_text("{"), "config.json is not readable JSON"),
+        (lambda hub: (hub / "config.json").unlink(), "config.json is not readable JSON"),
+        (lambda hub: (hub / "model.safetensors").write_bytes(b""), "is not a readable safetensors file"),
+        (lambda hub: (hub / "tokenizer.json").write_bytes(b""), "tokenizer.json"),
+        (lambda hub: (hub / "tokenizer.json").write_text((hub / "tokenizer.json").read_text()[:90]), "tokenizer.json"),
+        (lambda hub: shutil.copyfile(hub / "config.json", hub / "tokenizer.json"), "tokenizer.json"),
+        (lambda hub: shutil.copyfile(ROOT / "gpt2/model.safetensors", hub / "model.safetensors"), "do not match llama"),
         (lambda hub: (hub / "config.json").write_text('{"model_type": "mamba"}'), "'mamba' has no table"),
     ],
 )

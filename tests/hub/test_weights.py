@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +255,62 @@ def test_a_folder_is_complete_or_absent(tmp_path: Path) -> None:
     assert [path.name for path in target.iterdir()] == ["a"] and list(tmp_path.iterdir()) == [target]
     with pytest.raises(ConfigError, match="exists already"):
         write(fail=False)
+
+
+def test_two_sets_of_weights_are_never_guessed_at(tmp_path: Path, capsys: Any) -> None:
+    tensors = tensors_in(ROOT / "llama")
+    folder = write_folder(tmp_path, ROOT / "llama", tensors)
+    family = opened(folder)[0]
+    (folder / "pytorch_model.bin").write_bytes(b"old")
+    shutil.copyfile(folder / "model.safetensors", folder / "consolidated.safetensors")
+    with Folder(folder, family.base) as opened_folder:
+        assert opened_folder.shapes.keys() == tensors.keys()
+    said = capsys.readouterr().err
+    assert "reads model.safetensors, not consolidated.safetensors, pytorch_model.bin" in said
+
+    shard, index = folder / "model-00001-of-00001.safetensors", folder / "model.safetensors.index.json"
+    shutil.copyfile(folder / "model.safetensors", shard)
+    with pytest.raises(ConfigError, match=r"two sets of weights: model\.safetensors and model-00001-of-00001"):
+        Folder(folder, family.base)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, shard.name)}))
+    with pytest.raises(ConfigError, match=r"two sets of weights: model\.safetensors\.index\.json .*model\.safe"):
+        Folder(folder, family.base)
+    (folder / "model.safetensors").unlink()
+    Folder(folder, family.base).__exit__(None, None, None)
+    shutil.copyfile(shard, folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(ConfigError, match=r"two sets of weights: .*model-00001-of-00002"):
+        Folder(folder, family.base)
+    index.write_text(json.dumps({"weight_map": {"a": shard.name, "b": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"is in model-00001-of-00002\.safetensors and in another file"):
+        Folder(folder, family.base)
+
+
+@pytest.mark.parametrize(
+    ("index", "needle"),
+    [
+        ({}, "has no weight_map"),
+        ({"weight_map": {}}, "names no file"),
+        ({"weight_map": {"a": "../a.safetensors"}}, "is not a file of this folder"),
+        ({"weight_map": {"a": "model-1.safetensors"}}, "names model-1.safetensors, which are missing"),
+        ({"weight_map": {"a": "model-0.safetensors"}}, "names a, which no file holds"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_named(index: Any, needle: str, tmp_path: Path) -> None:
+    shutil.copyfile(ROOT / "llama" / "model.safetensors", tmp_path / "model-0.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=needle):
+        Folder(tmp_path, "model.")
+
+
+def test_truncated_files_and_scales_are_named(tmp_path: Path) -> None:
+    tensors = tensors_in(ROOT / "llama")
+    folder = write_folder(tmp_path, ROOT / "llama", tensors)
+    whole = (folder / "model.safetensors").read_bytes()
+    for size in (0, 7, 100, len(whole) // 2, len(whole) - 1):
+        (folder / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match=r"model\.safetensors is not a readable safetensors file"):
+            Folder(folder, "model.")
+    scale = {"model.layers.0.mlp.up_proj.weight_scale_inv": np.ones((1, 1), np.float32)}
+    write_folder(folder, ROOT / "llama", tensors | scale)
+    with pytest.raises(ConfigError, match=r"weight_scale_inv scales quantized weights"):
+        Folder(folder, "model.")
