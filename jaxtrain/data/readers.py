@@ -6,6 +6,7 @@ What cannot be read is a `BadRecord`; the caller decides between an error and a 
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from array_record.python.array_record_module import ArrayRecordReader
 
 from jaxtrain.config import ConfigError, SourceConfig, nearest
 from jaxtrain.data.files import READ_BLOCK, File, unreadable
+from jaxtrain.data.tf_example import read_example
 from jaxtrain.data.tokenfiles import read_sidecar
 
 # Roles of the model in published chats.
@@ -119,7 +121,10 @@ def read_text(span: FileSpan, source: SourceConfig | None = None, cache: Path | 
 
 
 def decode(data: bytes) -> str:
-    """UTF-8 text; raises ValueError for zero bytes and for bytes that are not UTF-8."""
+    """UTF-8 text without a byte order mark; raises ValueError for zero bytes and for bytes that are not UTF-8."""
+    if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise UnfitError("UTF-16 text, by its byte order mark: convert it (iconv -f UTF-16 -t UTF-8)")
+    data = data.removeprefix(codecs.BOM_UTF8)
     if (at := data.find(0)) >= 0:
         raise UnfitError(f"binary, not text (a zero byte at offset {at})")
     try:
@@ -160,15 +165,27 @@ def read_jsonl(span: FileSpan, source: SourceConfig, cache: Path) -> Iterator[It
             at = span.lo
             while (codec or at < span.hi) and (line := stream.readline()):
                 number, at = number + 1, at + len(line)
-                if line.strip():
+                if number == 1:
+                    _check_lines(span.file, line)
+                if line.strip().removeprefix(codecs.BOM_UTF8):
                     yield _json_record(span.file, number, line, source, f"line {number}")
     except (OSError, EOFError) as error:
         yield BadRecord(span.file, f"{span.file.url} cannot be read past line {number} ({unreadable(error)})")
 
 
+def _check_lines(file: File, first: bytes) -> None:
+    """Raise ConfigError for a file of JSON that is not one object a line."""
+    start = first.removeprefix(codecs.BOM_UTF8).strip()
+    if start.startswith(b"[") or start == b"{":
+        what = "a JSON array" if start.startswith(b"[") else "a JSON object over several lines"
+        raise ConfigError(
+            f"{file.url} is {what}, not one object a line: convert it (jq -c '.[]' for an array, jq -c . for objects)"
+        )
+
+
 def _json_record(file: File, number: int, line: bytes, source: SourceConfig, where: str) -> Item:
     try:
-        text = decode(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line)
+        text = decode(line)
         try:
             value = json.loads(text)
         except json.JSONDecodeError as error:
@@ -391,7 +408,10 @@ def split_records(file: File, size: int) -> Iterator[FileSpan]:
 
 
 def read_arrayrecord(span: FileSpan, source: SourceConfig, cache: Path) -> Iterator[Item]:
-    """Each record is a document, numbered from 0: ids when dtype is set, JSON when a field is named, else text."""
+    """Each record is a document, numbered from 0: ids when dtype is set, JSON when a field is named, else text.
+
+    Serialized tf.train.Example messages are read by their features, of which `field` (default text) is the document.
+    """
     reader = _array_record(span.file.local(cache))
     sidecar = None if span.file.remote else read_sidecar(str(Path(span.file.url).parent))
     dtype, masked = (sidecar.dtype, sidecar.scored) if sidecar else (source.dtype, False)
@@ -404,13 +424,22 @@ def read_arrayrecord(span: FileSpan, source: SourceConfig, cache: Path) -> Itera
             yield BadRecord(span.file, f"{span.file.url} cannot be read past record {lo} ({unreadable(error)})")
             continue
         for number, data in enumerate(records, lo):
-            if fields and dtype is None:
+            example = read_example(data) if dtype is None else None
+            if fields and dtype is None and example is None:
                 yield _json_record(span.file, number, data, source, f"record {number}")
                 continue
             try:
+                if example is not None:
+                    yield Record(span.file, number, content_of(_texts_of(example), source))
+                    continue
                 yield Record(span.file, number, ids_of(data, dtype, masked) if dtype else decode(data))
             except UnfitError as error:
                 yield BadRecord(span.file, f"{span.file.url}, record {number}: {error}")
+
+
+def _texts_of(example: Mapping[str, Any]) -> dict[str, Any]:
+    """Features of an Example, as a record of the other kinds has them: text instead of bytes."""
+    return {name: decode(value) if isinstance(value, bytes) else value for name, value in example.items()}
 
 
 def ids_of(data: bytes, dtype: str, masked: bool) -> TokenIds:

@@ -18,6 +18,7 @@ from jaxtrain.data.ends import BOS, EOS, TOKENIZER_CONFIG, Ends, choose_ends, ol
 from jaxtrain.data.files import fingerprint, unreadable
 from jaxtrain.data.readers import Content, TokenIds, Turn
 from jaxtrain.data.sentencepiece import convert
+from jaxtrain.data.text_settings import IGNORED, TREATMENT, text_settings
 
 Texts = Callable[[], Iterator[str]]
 
@@ -41,30 +42,23 @@ class TextTokenizer:
 
     @cached_property
     def _texts(self) -> Tokenizer:
-        """The tokenizer of texts. A Unigram model has special tokens among its pieces, where a text must not meet them.
-
-        Their pieces get names that no text contains (a noncharacter); ids stay.
-        """
-        content = json.loads(self.json)
-        if content["model"].get("type") != "Unigram":
-            return self.inner
-        special = {token["id"] for token in content.get("added_tokens") or [] if token["special"]}
-        vocab = content["model"]["vocab"]
-        for number in special & set(range(len(vocab))):
-            if number != content["model"].get("unk_id"):
-                vocab[number][0] = f"\ufdd0{number}"
-        content["added_tokens"] = [token for token in content["added_tokens"] if not token["special"]]
-        return _plain(json.dumps(content))
+        """The tokenizer of texts, which never meet special tokens; ids are the same."""
+        tokenizer = Tokenizer.from_str(json.dumps(text_settings(json.loads(self.json))))
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest (32 hex digits) of the tokenizer's JSON, and of its ends where they are not those of old versions."""
+        """Digest (32 hex digits) of the tokenizer's JSON, and of what old versions treated in another way."""
         try:
             old = old_ends(self.inner, Path())
         except ConfigError:
             old = None
+        whole = json.loads(self.json)
+        text = text_settings(whole)
         same = old is not None and (old.bos, old.eos) == (self.bos, self.eos)
-        return fingerprint([self.json] if same else [self.json, f"{self.bos} {self.eos}"])
+        same &= all(text[key] == whole.get(key) for key in text if key not in IGNORED)
+        return fingerprint([self.json] if same else [self.json, f"{self.bos} {self.eos}", TREATMENT])
 
     def describe(self) -> str:
         """Which tokens begin and end documents, and why, for a line of output."""
@@ -185,12 +179,17 @@ def load_tokenizer(path: Path, settings: TokenizerConfig | None = None, old: boo
     what = "sentencepiece model" if path.suffix == ".model" else "tokenizer.json"
     try:
         text = convert(path.read_bytes()).to_str() if path.suffix == ".model" else path.read_text(encoding="utf-8")
-        inner = Tokenizer.from_str(text)
+        inner, kind = Tokenizer.from_str(text), json.loads(text)["model"].get("type")
     except Exception as error:  # the tokenizers library raises bare Exception for bad JSON
         raise ConfigError(
             f"data.tokenizer.path {path} is not a readable {what} ({unreadable(error)}): "
             "name a file saved by the tokenizers library, or a sentencepiece .model"
         ) from None
+    if kind == "WordPiece":
+        raise ConfigError(
+            f"data.tokenizer.path {path} is a WordPiece tokenizer, whose ids do not give the text back: use a "
+            "byte-level BPE, a Unigram or a sentencepiece tokenizer"
+        )
     ends = old_ends(inner, path) if old else choose_ends(inner, path, settings)
     return TextTokenizer(text, ends.bos, ends.eos, ends)
 

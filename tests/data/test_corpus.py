@@ -189,7 +189,7 @@ def test_token_ids_beyond_the_embedding_table(folder, tmp_path):
     assert prepare(config).tokenizer.vocab_size == 300
     small = config.model_copy(update={"model": config.model.model_copy(update={"vocab_size": 299})})
     with pytest.raises(
-        ConfigError, match=r"token ids up to 299, beyond the 299 rows .* model.vocab_size to at least 300"
+        ConfigError, match=r"token ids up to 299, beyond the 299 rows .* set model.vocab_size .*to at least 300"
     ):
         prepare(small)
 

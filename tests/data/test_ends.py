@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from jaxtrain.config import ConfigError, TokenizerConfig
 from jaxtrain.data.ends import ends_file
+from jaxtrain.data.files import fingerprint
 from jaxtrain.data.tokenizer import TextTokenizer, load_tokenizer
 from jaxtrain.hub.runs import opening_json
 
@@ -163,3 +164,47 @@ def test_special_names_inside_text_are_text_in_a_unigram_model() -> None:
     [ids] = tokenizer.encode_documents(["ab</s>a<s>b"])
     assert ids[0] == 1 and ids[-1] == 2 and not {1, 2} & set(ids[1:-1])
     assert tokenizer.decode(ids) == "ab</s>a<s>b"
+
+
+def words(model: Any, special: tuple[str, ...], **added: bool) -> TextTokenizer:
+    inner = Tokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens([AddedToken(name, normalized=False) for name in special])
+    if added:
+        inner.add_tokens([AddedToken("<think>", normalized=False, **added)])
+    return TextTokenizer(inner.to_str(), None, inner.token_to_id(special[0]))
+
+
+LETTER_IDS = {letter: i for i, letter in enumerate("ab</s>nk ")}
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (models.WordLevel({"[unk]": 0, "</s>": 1, "a": 2}, unk_token="[unk]"), "a </s> a"),
+        (models.BPE({**LETTER_IDS, "</s>": 20}, [], ignore_merges=True), "a</s>b"),
+        (models.BPE({**LETTER_IDS, "</": 18, "s>": 19, "</s>": 20}, [("<", "/"), ("s", ">"), ("</", "s>")]), "a</s>b"),
+    ],
+    ids=["whole words", "BPE that takes whole words first", "BPE with merges to it"],
+)
+def test_no_model_makes_a_special_token_of_a_text(model: Any, text: str) -> None:
+    tokenizer = words(model, ("</s>",))
+    [ids] = tokenizer.encode_documents([text])
+    assert ids[-1] == tokenizer.eos and ids.count(tokenizer.eos) == 1
+    # The treatment is another one than that of old versions: so is the digest, on which caches and runs rely.
+    assert tokenizer.fingerprint != fingerprint([tokenizer.json])
+
+
+def test_other_things_in_the_file_change_no_text() -> None:
+    letters = {letter: i for i, letter in enumerate("ab <think>\n")}
+    tokenizer = words(models.BPE({**letters, "ab": 30}, [("a", "b")], dropout=1.0), ("<e>",), lstrip=True, rstrip=True)
+    [ids] = tokenizer.encode_documents(["ab"])
+    assert ids == [30, tokenizer.eos]
+    names = map(tokenizer.inner.id_to_token, tokenizer.encode("a <think> b"))
+    assert list(names) == ["a", "<think>", "b"]
+
+
+def test_word_pieces_are_refused(tmp_path: Path) -> None:
+    Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="WordPiece tokenizer"):
+        load_tokenizer(tmp_path / "tokenizer.json")
