@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -81,6 +82,7 @@ class Launch(Verb):
         from jaxtrain.launch.local import launch
 
         directory = self.run or default_run(self.config)
+        self._check_numbers()
         if self.slurm or self.kubernetes:
             print(self._manifest(directory, overrides), end="")
             return 0
@@ -94,8 +96,6 @@ class Launch(Verb):
             return run_verb(verb, overrides)
         if self.processes is None:
             raise ConfigError("launch needs --processes N, the number of processes to start on this machine")
-        if self.restarts < 0 or self.grace < 0:
-            raise ConfigError(f"--restarts {self.restarts} --grace {self.grace:g}: use numbers from 0")
         config = load_config(self.config, overrides)
         command = [sys.executable, "-m", "jaxtrain", "train", self.config, "--run", str(directory)]
         command += ["--from", str(self.from_)] if self.from_ else []
@@ -107,6 +107,17 @@ class Launch(Verb):
             newest_checkpoint=partial(newest_checkpoint, directory), nodes=nodes,
         )  # fmt: skip
 
+    def _check_numbers(self) -> None:
+        least = {"processes": 1, "devices_per_process": 1, "nodes": 1, "restarts": 0, "grace": 0}
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ConfigError(f"--{name.replace('_', '-')} {value:g}: use a number from {bound}")
+        for name in ("partition", "account", "time"):
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch(r"[\w.,:@+-]+", value):
+                raise ConfigError(f"--{name} {value!r} is no name or time that Slurm takes: use one word")
+
     def _manifest(self, directory: Path, overrides: Sequence[str]) -> str:
         """What --slurm or --kubernetes prints."""
         if self.slurm and self.kubernetes:
@@ -117,16 +128,16 @@ class Launch(Verb):
                 raise ConfigError(f"{option} goes with processes that are started here: the manifest sets it itself")
         self._refuse_unused(("image", "claim", "namespace") if self.slurm else ("partition", "account", "time"), None)
         cluster = load_config(self.config, overrides).cluster
-        options = ["--run", str(directory), "--processes", str(self.processes or 1)]
+        options = ["--run", str(directory), "--processes", str(1 if self.processes is None else self.processes)]
         for name in ("devices_per_process", "restarts", "grace", "node_timeout", "node_wait"):
             value = getattr(self, name)
             if value != type(self).__dataclass_fields__[name].default:
-                options += [f"--{name.replace('_', '-')}", f"{value:g}"]
+                options += [f"--{name.replace('_', '-')}", str(value)]
         options += ["--from", str(self.from_)] if self.from_ else []
         options += ["--from-optimizer"] if self.from_optimizer else []
         python = sys.executable if self.slurm else "python"
         words = manifests.launch_words(python, self.config, options, overrides)
-        nodes = self.nodes or cluster.nodes or 1
+        nodes = next((count for count in (self.nodes, cluster.nodes) if count is not None), 1)
         job = manifests.Job(manifests.job_name(directory.name), words, nodes, cluster.devices_per_node, self.grace)
         if self.slurm:
             return manifests.slurm_script(job, manifests.Slurm(self.partition, self.account, self.time), os.getcwd())

@@ -102,13 +102,20 @@ def job_set(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
         "image": kubernetes.image,
         "command": words,
         **({} if job.gpus is None else {"resources": {"limits": {"nvidia.com/gpu": str(job.gpus)}}}),
-        "volumeMounts": [{"name": "shared", "mountPath": kubernetes.mount}],
+        "volumeMounts": [
+            {"name": "shared", "mountPath": kubernetes.mount},
+            {"name": "memory", "mountPath": "/dev/shm"},
+        ],
     }
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": round(job.grace + MARGIN),
         "containers": [container],
-        "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": kubernetes.claim}}],
+        # NCCL needs more shared memory between the processes of a node than containers have.
+        "volumes": [
+            {"name": "shared", "persistentVolumeClaim": {"claimName": kubernetes.claim}},
+            {"name": "memory", "emptyDir": {"medium": "Memory"}},
+        ],
     }
     useless = {"containerName": "jaxtrain", "operator": "In", "values": list(USELESS)}
     template = {

@@ -24,10 +24,12 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_the_batch_script_starts_the_command_as_it_was_typed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = printed(capsys, "--slurm", "--run", "/shared/a run", "--grace", "60", "--time", "1:00:00", *OVERRIDES)
+    script = printed(
+        capsys, "--slurm", "--run", "/shared/a run", "--restarts", "1234567", "--time", "1:00:00", *OVERRIDES
+    )
     options = dict(line[8:].partition("=")[::2] for line in script.splitlines() if line.startswith("#SBATCH"))
     assert options["--nodes"] == options["--gpus-per-node"] == "8" and options["--ntasks-per-node"] == "1"
-    assert options["--signal"] == "TERM@120" and options["--time"] == "1:00:00" and "--requeue" in options
+    assert options["--signal"] == "TERM@180" and options["--time"] == "1:00:00" and "--requeue" in options
     assert "--partition" not in options and options["--job-name"] == "jaxtrain-a-run"
     # A scheduler that records what it is told, and a run that was saved after a signal.
     for name, status in (("srun", 75), ("scontrol", 0)):
@@ -42,7 +44,7 @@ def test_the_batch_script_starts_the_command_as_it_was_typed(
     assert done.returncode == 75 and not done.stderr
     words = json.loads((tmp_path / "srun.json").read_text())
     assert words[words.index("launch") :] == [
-        "launch", "llama3_8b", "--run", "/shared/a run", "--processes", "1", "--grace", "60", "--train.steps=7",
+        "launch", "llama3_8b", "--run", "/shared/a run", "--processes", "1", "--restarts", "1234567", "--train.steps=7",
         "--data.tokenizer.path=my $HOME's \"tokenizer\".json", "--eval.every=null",
     ]  # fmt: skip
     assert json.loads((tmp_path / "scontrol.json").read_text()) == ["requeue", "12"]
@@ -76,6 +78,10 @@ def test_the_job_set_is_one_by_the_models_of_the_api(nodes: int, capsys: pytest.
         (["--kubernetes", "--image", "x", "--claim", "disk", "--run", "/shared/r"], "--claim CLAIM:/PATH"),
         (["--kubernetes", "--image", "x", "--claim", "disk:/shared", "--run", "runs/r"], "--run below /shared"),
         (["--slurm", "--train.step", "3"], "train.step"),
+        (["--slurm", "--nodes", "0"], "--nodes 0: use a number from 1"),
+        (["--slurm", "--processes", "0"], "--processes 0: use a number from 1"),
+        (["--slurm", "--grace", "-70"], "--grace -70: use a number from 0"),
+        (["--slurm", "--partition", "a b"], "--partition 'a b' is no name"),
     ],
 )
 def test_faults(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
