@@ -19,6 +19,7 @@ from jaxtrain.launch import manifests
 from jaxtrain.launch.detect import first_host
 from jaxtrain.launch.node import Nodes
 from jaxtrain.launch.process import split_address
+from jaxtrain.launch.restarts import GONE
 from jaxtrain.launch.watchdog import Limits
 from jaxtrain.observe.events import record_event
 
@@ -197,8 +198,11 @@ def record_in(directory: Path, kind: str, **values: Any) -> None:
 
 
 def newest_checkpoint(directory: Path) -> int:
-    """The newest committed step of a run directory, -1 without one; a save in progress has another name."""
+    """The newest committed step of a run directory, -1 without one, GONE without the directory.
+
+    A save in progress has another name.
+    """
     try:
         return max((int(name) for name in os.listdir(directory / "checkpoints") if name.isdecimal()), default=-1)
     except OSError:
-        return -1
+        return -1 if directory.exists() else GONE

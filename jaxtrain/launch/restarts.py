@@ -12,6 +12,8 @@ from jaxtrain.launch.generation import WRONG_BITS, Outcome
 
 RESTARTS = 10
 LONGEST_WAIT_S = 60.0
+GONE = -2
+"""What stands for the newest checkpoint where the run directory itself is gone."""
 IDENTICAL = 3
 """The same failure this often without progress ends the job."""
 
@@ -37,7 +39,7 @@ class RestartPolicy:
     """Decides after each failure. Progress is a newer checkpoint than ever before, or a larger step.
 
     `budget` restarts may follow each other without progress (0: none at all); `newest_checkpoint` returns a step, -1
-    without one.
+    without one, GONE without a run directory.
     """
 
     def __init__(self, budget: int = RESTARTS, newest_checkpoint: Callable[[], int] = lambda: -1) -> None:
@@ -55,6 +57,10 @@ class RestartPolicy:
             if outcome.cause.startswith(WRONG_BITS) and self._corrupt[outcome.cause] > 1:
                 return Decision(False, 0.0, f"{outcome.cause} for the second time: replace it")
         checkpoint, top = self._newest_checkpoint(), outcome.top_step
+        if checkpoint == GONE and max(top, self._best[1]) > 0:
+            return Decision(
+                False, 0.0, "the run directory is gone: another start would train from the first step again"
+            )
         if checkpoint > self._best[0] or top > self._best[1]:
             self._in_a_row = []
         self._best = (max(checkpoint, self._best[0]), max(top, self._best[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any, get_args
 
 import pytest
 
+from jaxtrain.cli.launch import newest_checkpoint
 from jaxtrain.config.settings import WatchdogConfig
 from jaxtrain.launch import generation
 from jaxtrain.launch.generation import Generation, Job, Outcome, Place, name_corrupt
@@ -140,6 +142,18 @@ def test_the_budget_counts_restarts_without_progress() -> None:
     policy = RestartPolicy(2)
     assert all(policy.after(failed(step=step)).restart for step in range(20))
     assert not RestartPolicy(0).after(failed()).restart
+
+
+def test_a_run_directory_that_is_gone_is_not_begun_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "8").mkdir(parents=True)
+    policy = RestartPolicy(20, lambda: newest_checkpoint(run))
+    assert policy.after(failed(74, step=9)).restart
+    shutil.rmtree(run)
+    decision = policy.after(failed(74, step=11))
+    assert not decision.restart and "the run directory is gone" in decision.why
+    # Before the first step there is nothing to lose.
+    assert RestartPolicy(20, lambda: newest_checkpoint(run)).after(failed(74)).restart
 
 
 def test_a_device_that_computes_wrong_bits_twice_ends_the_job() -> None:
