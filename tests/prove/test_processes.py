@@ -99,3 +99,14 @@ def test_two_four_one_processes_across_restarts_read_the_same_global_batches(ben
     assert batches(run) == batches(whole)
     for a, b in zip(rows(run), rows(whole), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=2e-5)
+
+
+def test_two_processes_save_by_the_wall_clock_at_the_same_step(bench: Bench) -> None:
+    """Process 0's clock decides for all: a checkpoint of a step that only one saved would never be committed."""
+    config = bench.write_config("clock.yaml", checkpoint={"every": None, "every_minutes": 0.02, "keep": 20})
+    run = bench.folder / "runs" / "clock"
+    job = bench.start(bench.command(run, 2, (), config), JAXTRAIN_FAULT=json.dumps({"pause": 0.4}))
+    assert job.wait(300) == 0, job.text
+    found = sorted(int(path.name) for path in (run / "checkpoints").iterdir())
+    assert len(found) >= 3 and found[-1] == 12 and found != list(range(1, 13)), found
+    assert [row["loss"] for row in rows(run)] == [row["loss"] for row in bench.reference(2)]
