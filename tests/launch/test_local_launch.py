@@ -111,7 +111,10 @@ def test_status_and_tail_of_the_first_failure(worker, capfd):
     command = worker(
         """
 print(f"starting {rank}", flush=True)
+open(f"{sys.argv[0]}.{rank}", "w").close()
 if rank == 2:
+    while not all(os.path.exists(f"{sys.argv[0]}.{other}") for other in (0, 1)):
+        time.sleep(0.05)
     time.sleep(0.5)
     os.kill(os.getpid(), 9)
 time.sleep(600)
