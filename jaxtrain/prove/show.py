@@ -127,7 +127,7 @@ def _print_line(console: Console, text: str) -> None:
 
 def _fault(check: Check) -> str:
     when = f" after step {check.step}" if check.step else ""
-    why = "" if check.limit is None else ", which follows from the errors of its moments"
+    why = ", which follows from the errors of its moments" if check.kind == "parameter" and check.limit else ""
     return f"{check.kind} {check.leaf}{when}: relative error {check.error:.1e}, at most {check.bound:.0e}{why}"
 
 
