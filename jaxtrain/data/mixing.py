@@ -56,6 +56,11 @@ class Mixture:
             within_N[here] = order(epoch)[within_N[here]]
         return members[within_N]
 
+    def begins_epoch(self, source: int, position_N: np.ndarray, shards: int) -> np.ndarray:
+        """Whether each position [N] is the first of an epoch, but the first epoch, that its shard reads (bool [N])."""
+        count = len(self._members[source])
+        return (position_N >= shards) & (position_N // count != (position_N - shards) // count)
+
 
 class Draws:
     """The pieces of one virtual shard by draw number; endless unless every source has a limit of epochs."""
@@ -65,19 +70,23 @@ class Draws:
         self._caps = [None if cap is None else self._local(cap) for cap in mixture.caps]
         self._at, self._counts = 0, [0] * len(mixture.strides)
 
-    def read(self, lo: int, count: int) -> np.ndarray:
-        """Piece numbers of draws lo..lo + count, fewer where all sources end; consecutive reads need no seek."""
+    def read(self, lo: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Piece numbers of draws lo..lo + count, and whether each begins an epoch of its source in this shard.
+
+        They are fewer where all sources end; consecutive reads need no seek.
+        """
         if lo != self._at:
             self._at, self._counts = lo, self._seek(lo)
         position, source = self._next(count)
-        pieces = np.empty(len(position), np.int64)
+        pieces, begins = np.empty(len(position), np.int64), np.zeros(len(position), bool)
         for each in range(len(self._counts)):
             here = source == each
             if here.any():
                 pieces[here] = self._mixture.piece(each, position[here])
+                begins[here] = self._mixture.begins_epoch(each, position[here], self._shards)
                 self._counts[each] += int(here.sum())
         self._at += len(pieces)
-        return pieces
+        return pieces, begins
 
     def _next(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Position within its source, and source, of each of the next draws."""

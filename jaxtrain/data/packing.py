@@ -6,6 +6,7 @@ part. A position in the stream is three numbers; seeking to it packs one block o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ HostBatch = dict[str, np.ndarray]
 or not scored), segment numbers 1, 2, ... of a sequence (0 where padded), 0, 1, ... in a segment (0 where padded)."""
 PieceSpan = tuple[int, int, int]
 """A run of inputs: its source, the index of its first input in the flat tokens, its number of inputs."""
+Item = tuple[PieceSpan, bool]
+"""A piece to be packed, and whether it begins an epoch of its source."""
 StreamPosition = dict[str, Any]
 """The position of one virtual shard, as JSON."""
 FIELDS = ("tokens", "labels", "segments", "positions")
@@ -86,27 +89,30 @@ def _fit(sizes: Iterable[int], seq_len: int, bins: int, choose: Callable[[np.nda
 
 @dataclass(frozen=True)
 class Packer:
-    """A packing function, and whether pieces are cut where a sequence ends (else only where they exceed seq_len)."""
+    """A packing function, whether it cuts pieces where a sequence ends (else only where they exceed seq_len), and
+    whether a sequence holds several."""
 
     pack: PackFunction
     cuts_at_ends: bool = False
+    joins: bool = True
 
 
 PACKERS = {
     "first_fit": Packer(first_fit),
     "best_fit": Packer(best_fit),
     "concat": Packer(next_fit, cuts_at_ends=True),
-    "none": Packer(one_each),
+    "none": Packer(one_each, joins=False),
 }
 
 
 class PackedSequences(Iterator[list[PieceSpan]]):
     """Packed sequences of one virtual shard at one seq_len, each a list of spans; they end where the mixture ends.
 
-    Sequences are packed a block at a time and returned in shuffled order, or in packing order without `shuffle`. The
-    `carried` spans of a phase with another seq_len come before the mixture's draws, which start at number `base`. The
-    position is (cursor, skip, taken): items used by finished blocks, inputs of the next item that they used, sequences
-    taken from the current block.
+    Sequences are packed a block at a time and returned in shuffled order, or in packing order without `shuffle`. With
+    `epoch_borders` a block ends where an epoch of a source ends in this shard (see _BlockPlan); its emptiest sequence
+    is filled from the next epoch and comes last. The `carried` spans of a phase with another seq_len come before the
+    mixture's draws, which start at number `base`. The position is (cursor, skip, taken): items used by finished blocks,
+    inputs of the next item that they used, sequences taken from the current block.
     """
 
     def __init__(
@@ -121,11 +127,13 @@ class PackedSequences(Iterator[list[PieceSpan]]):
         shards: int = 1,
         carried: Sequence[PieceSpan] = (),
         base: int = 0,
+        epoch_borders: bool = True,
     ) -> None:
         self._pieces, self._draws = mixture.pieces, Draws(mixture, shard, shards)
         self._seq_len, self._packer, self._bins = seq_len, PACKERS[packing], bins
         self._shard, self._shuffle = shard, shuffle
         self._carried, self._base = list(carried), base if carried else 0
+        self.epoch_borders = epoch_borders
         self.cursor, self.skip, self.taken = 0 if carried else base, 0, 0
         self._block: list[list[PieceSpan]] | None = None
         self._block_end = (0, 0)
@@ -156,7 +164,7 @@ class PackedSequences(Iterator[list[PieceSpan]]):
         left = [span for sequence in block[self.taken :] for span in sequence]
         cursor, skip = self._block_end
         if skip:
-            left += _cut(self._items(cursor)[:1], skip, self._seq_len, at_ends=False)
+            left += (span for span, _ in _cut(self._items(cursor)[:1], skip, self._seq_len, at_ends=False))
             cursor += 1
         carried = self._carried[cursor:]
         return left + carried, self._base + max(cursor - len(self._carried), 0)
@@ -165,22 +173,25 @@ class PackedSequences(Iterator[list[PieceSpan]]):
         if self._carried and self.cursor >= len(self._carried):
             self.cursor, self._base, self._carried = self._base + self.cursor - len(self._carried), 0, []
         items: list[PieceSpan] = []
-        spans: list[PieceSpan] = []
-
-        def sizes() -> Iterator[int]:
-            for span in _cut(self._from(self.cursor, items), self.skip, self._seq_len, self._packer.cuts_at_ends):
-                spans.append(span)
-                yield span[2]
-
-        packed = self._packer.pack(sizes(), self._seq_len, self._bins)
-        self._block_end = self._position_after(items, spans[: sum(map(len, packed))])
-        sequences = [[spans[ordinal] for ordinal in sequence] for sequence in packed]
+        cut = _cut(self._from(self.cursor, items), self.skip, self._seq_len, self._packer.cuts_at_ends)
+        enough = self._bins * self._seq_len if self.epoch_borders else None
+        plan = _BlockPlan(cut, len(self._pieces.targets), enough)
+        packed = self._packer.pack(plan.sizes(), self._seq_len, self._bins)
+        used, across = sum(map(len, packed)), False
+        if plan.at_border and used == len(plan.spans) - 1 and self._packer.joins:
+            room = [self._seq_len - sum(plan.spans[ordinal][2] for ordinal in sequence) for sequence in packed]
+            more = plan.ordinals_across(max(room))
+            if more:
+                packed.append([*packed.pop(int(np.argmax(room))), *more])
+                used, across = used + len(more), True
+        self._block_end = self._position_after(items, plan.spans[:used])
+        sequences = [[plan.spans[ordinal] for ordinal in sequence] for sequence in packed]
         if not self._shuffle:
             return sequences
         # The first sequences of a block are fuller than the last, and all shards begin their blocks together: in
         # packing order whole steps would be fuller than others.
-        order = np.random.default_rng([self._shard, self.cursor, self.skip]).permutation(len(sequences))
-        return [sequences[index] for index in order]
+        order = np.random.default_rng([self._shard, self.cursor, self.skip]).permutation(len(sequences) - across)
+        return [sequences[index] for index in order] + sequences[len(order) :]
 
     def _position_after(self, items: Sequence[PieceSpan], spans: Sequence[PieceSpan]) -> tuple[int, int]:
         """Cursor and skip after `spans`, which were cut from `items`."""
@@ -191,31 +202,75 @@ class PackedSequences(Iterator[list[PieceSpan]]):
             cursor, inputs = cursor + 1, inputs - size
         return cursor, inputs
 
-    def _from(self, cursor: int, seen: list[PieceSpan]) -> Iterator[PieceSpan]:
+    def _from(self, cursor: int, seen: list[PieceSpan]) -> Iterator[Item]:
         while items := self._items(cursor):
             for item in items:
-                seen.append(item)
+                seen.append(item[0])
                 yield item
             cursor += len(items)
 
-    def _items(self, cursor: int) -> list[PieceSpan]:
+    def _items(self, cursor: int) -> list[Item]:
         if cursor < len(self._carried):
-            return self._carried[cursor:]
-        pieces, table = self._draws.read(self._base + cursor - len(self._carried), DRAWS_READ), self._pieces
-        columns = (table.source[pieces], table.starts[pieces], table.sizes[pieces])
-        return list(zip(*(column.tolist() for column in columns), strict=True))
+            return [(span, False) for span in self._carried[cursor:]]
+        pieces, begins = self._draws.read(self._base + cursor - len(self._carried), DRAWS_READ)
+        columns = (column[pieces].tolist() for column in (self._pieces.source, self._pieces.starts, self._pieces.sizes))
+        return list(zip(zip(*columns, strict=True), begins.tolist(), strict=True))
 
 
-def _cut(items: Iterable[PieceSpan], skip: int, seq_len: int, at_ends: bool) -> Iterator[PieceSpan]:
+class _BlockPlan:
+    """The spans that one block may hold, up to where an epoch ends.
+
+    The border of a source that gave less than 1 / (sources + 1) of the block counts from `enough` inputs on: a block
+    as short as each epoch of a small source would leave sequences unfilled. Without `enough` no border counts.
+    """
+
+    def __init__(self, cut: Iterator[Item], sources: int, enough: int | None) -> None:
+        self._cut, self._sources, self._enough = cut, sources, enough
+        self._given: Counter[int] = Counter()
+        self.spans: list[PieceSpan] = []
+        self.at_border = False
+
+    def sizes(self) -> Iterator[int]:
+        """Sizes of the spans in front of the border; `spans` also holds the one behind it."""
+        for span, begins_epoch in self._cut:
+            source, _, size = span
+            self.spans.append(span)
+            self.at_border = begins_epoch and self._counts(source)
+            if self.at_border:
+                return
+            self._given[source] += size
+            yield size
+
+    def _counts(self, source: int) -> bool:
+        total = self._given.total()
+        if self._enough is None or not total:
+            return False
+        return (self._sources + 1) * self._given[source] >= total or total >= self._enough
+
+    def ordinals_across(self, room: int) -> list[int]:
+        """Ordinals of the next spans, from the one behind the border on, that fit one after the other."""
+        ordinals = []
+        while self.spans[-1][2] <= room:
+            ordinals.append(len(self.spans) - 1)
+            room -= self.spans[-1][2]
+            following = next(self._cut, None) if room else None
+            if following is None:
+                break
+            self.spans.append(following[0])
+        return ordinals
+
+
+def _cut(items: Iterable[Item], skip: int, seq_len: int, at_ends: bool) -> Iterator[Item]:
     """Cut items to what a sequence holds, without the first `skip` inputs."""
     room = seq_len
-    for source, start, size in items:
+    for (source, start, size), begins_epoch in items:
+        begins_epoch = begins_epoch and not skip
         start, size, skip = start + skip, size - skip, 0
         # A position that is used after a change of the corpus may skip more than the item now has.
         while size > 0:
             step = min(size, room)
-            yield source, start, step
-            start, size = start + step, size - step
+            yield (source, start, step), begins_epoch
+            start, size, begins_epoch = start + step, size - step, False
             if at_ends:
                 room = room - step or seq_len
 

@@ -29,7 +29,7 @@ MAX_DEFAULT_SHARDS = 64
 PREFETCH = 2
 
 StreamState = dict[str, StreamPosition]
-"""Shard number as text -> its position: JSON, about 80 bytes a shard."""
+"""Shard number as text -> its position: JSON, about 100 bytes a shard."""
 
 
 def resolve_virtual_shards(data: DataConfig, *global_batches: int) -> int:
@@ -177,6 +177,11 @@ class Stream(grain.DatasetIterator[HostBatch]):
         self._step = state[str(self.shards.start)]["update"]
         self._state = self._positions()
 
+    @property
+    def epochs_overlap(self) -> bool:
+        """Whether the position is one of a version whose blocks mix the epochs of small sources; the run goes on so."""
+        return not all(shard.sequences.epoch_borders for shard in self._shards.values())
+
     def close(self) -> None:
         """Stop the thread; the stream returns no more batches."""
         super().close()
@@ -204,7 +209,14 @@ class Stream(grain.DatasetIterator[HostBatch]):
         self._step += 1
         return fill(self.pieces.documents, sequences, phase.seq_len), self._positions()
 
-    def _new_shard(self, shard: int, phase: int = 0, carried: Sequence[PieceSpan] = (), base: int = 0) -> _Shard:
+    def _new_shard(
+        self,
+        shard: int,
+        phase: int = 0,
+        carried: Sequence[PieceSpan] = (),
+        base: int = 0,
+        epoch_borders: bool = True,
+    ) -> _Shard:
         sequences = PackedSequences(
             self._mixture,
             seq_len=self.phases[phase].seq_len,
@@ -212,19 +224,20 @@ class Stream(grain.DatasetIterator[HostBatch]):
             shards=self.virtual_shards,
             carried=carried,
             base=base,
+            epoch_borders=epoch_borders,
             **self._options,  # type: ignore[arg-type]
         )
         return _Shard(sequences, phase, None, [0] * len(self.pieces.targets))
 
     def _begin_phase(self, number: int, shard: _Shard, phase: int) -> None:
-        position, remaining = self._position_of(shard), shard.sequences.remaining()
-        shard.sequences = self._new_shard(number, phase, *remaining).sequences
+        position, old = self._position_of(shard), shard.sequences
+        shard.sequences = self._new_shard(number, phase, *old.remaining(), old.epoch_borders).sequences
         shard.phase, shard.before = phase, position
 
     def _shard_at(self, number: int, position: StreamPosition) -> _Shard:
         before = position.get("before")
         remaining = self._shard_at(number, before).sequences.remaining() if before else ([], 0)
-        shard = self._new_shard(number, position["phase"], *remaining)
+        shard = self._new_shard(number, position["phase"], *remaining, position.get("epoch_borders", False))
         shard.sequences.seek(position["cursor"], position["skip"], position["row"])
         shard.before = before
         # A corpus that was changed on purpose may have more or fewer sources than the position.
@@ -232,7 +245,10 @@ class Stream(grain.DatasetIterator[HostBatch]):
         return shard
 
     def _position_of(self, shard: _Shard) -> StreamPosition:
-        """The keys are part of every checkpoint: "update" is the step, "row" the sequences taken from a block."""
+        """The keys are part of every checkpoint: "update" is the step, "row" the sequences taken from a block.
+
+        Without "epoch_borders" it was written by version 0.1, whose blocks do not end with epochs.
+        """
         sequences = shard.sequences
         position = {
             "update": self._step,
@@ -241,6 +257,7 @@ class Stream(grain.DatasetIterator[HostBatch]):
             "skip": sequences.skip,
             "row": sequences.taken,
             "read": list(shard.read),
+            "epoch_borders": sequences.epoch_borders,
         }
         return position | ({"before": shard.before} if sequences.has_carried else {})
 

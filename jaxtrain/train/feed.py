@@ -44,6 +44,15 @@ class BatchFeed:
         """Move to a position that `get_state` gave."""
         self._stream.set_state(state)
 
+    def notes(self) -> list[str]:
+        """What the position of an older version changes, one line."""
+        if not self._stream.epochs_overlap:
+            return []
+        return [
+            "data: this run goes on with blocks of an older version, in which epochs of a small corpus overlap: some "
+            "documents come twice before others come once; a new --run keeps epochs apart"
+        ]
+
     def source_shares(self) -> list[dict[str, Any]]:
         """Tokens that each source gave since the run began, their share of all tokens, and epochs."""
         read, targets = tokens_read(self.get_state()), self._stream.pieces.targets.tolist()

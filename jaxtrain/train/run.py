@@ -118,7 +118,7 @@ class Run:
         self.log.info(
             f"resumed at step {self.step} of {self.bound.config.train.steps}{where}, {tokens:,} tokens trained"
         )
-        for line in learning_rate_change(old, config, int(self.state["steps"]), tokens):
+        for line in (*self.feed.notes(), *learning_rate_change(old, config, int(self.state["steps"]), tokens)):
             self.log.info(line)
 
     def _begin(self) -> None:

@@ -36,7 +36,7 @@ def test_shards_together_read_each_source_epoch_by_epoch(data, sizes, shards, se
     weights = data.draw(st.lists(st.floats(0.01, 100), min_size=count, max_size=count))
     epochs = data.draw(st.lists(st.integers(1, 3), min_size=count, max_size=count))
     mixture = mixture_of(sizes, weights, list(epochs), seed, shuffle)
-    read = [Draws(mixture, shard, shards).read(0, 10_000) for shard in range(shards)]
+    read = [Draws(mixture, shard, shards).read(0, 10_000)[0] for shard in range(shards)]
     source = mixture.pieces.source
     seen = Counter(np.concatenate(read).tolist())
     assert seen == Counter({piece: epochs[source[piece]] for piece in range(len(source))})
@@ -55,11 +55,11 @@ def test_going_to_a_draw_is_reading_up_to_it(data, sizes, shards):
     epochs = data.draw(st.lists(st.sampled_from([None, 0.5, 2]), min_size=count, max_size=count))
     mixture = mixture_of(sizes, weights, epochs)
     shard = data.draw(st.integers(0, shards - 1))
-    whole = Draws(mixture, shard, shards).read(0, 300)
+    whole = Draws(mixture, shard, shards).read(0, 300)[0]
     for lo in data.draw(st.lists(st.integers(0, 320), min_size=1, max_size=6)):
-        assert Draws(mixture, shard, shards).read(lo, 20).tolist() == whole[lo : lo + 20].tolist() or lo + 20 > 300
+        assert Draws(mixture, shard, shards).read(lo, 20)[0].tolist() == whole[lo : lo + 20].tolist() or lo + 20 > 300
     steps = Draws(mixture, shard, shards)
-    pieces = np.concatenate([steps.read(lo, 7) for lo in range(0, 294, 7)])
+    pieces = np.concatenate([steps.read(lo, 7)[0] for lo in range(0, 294, 7)])
     assert pieces.tolist() == whole[:294].tolist()
 
 
@@ -70,7 +70,7 @@ def test_weights_are_shares_of_tokens_in_every_shard_at_every_moment():
     mixture = mixture_of(sizes, weights, [None] * 3)
     table = mixture.pieces
     for shard in (0, 5, 7):
-        pieces = Draws(mixture, shard, 8).read(0, 6000)
+        pieces = Draws(mixture, shard, 8).read(0, 6000)[0]
         for lo in range(0, 6000, 2000):
             part = pieces[lo : lo + 2000]
             shares = np.bincount(table.source[part], table.sizes[part]) / table.sizes[part].sum()
@@ -79,7 +79,7 @@ def test_weights_are_shares_of_tokens_in_every_shard_at_every_moment():
 
 def test_a_source_that_ends_leaves_its_time_to_the_others():
     mixture = mixture_of([[10] * 8, [10] * 50, [10] * 50], [2.0, 1.0, 1.0], [2, None, None], shuffle=False)
-    pieces = Draws(mixture).read(0, 200)
+    pieces = Draws(mixture).read(0, 200)[0]
     source = mixture.pieces.source[pieces]
     assert (source == 0).sum() == 16 and set(np.flatnonzero(source == 0).tolist()) <= set(range(33))
     assert abs((source[40:] == 1).sum() - (source[40:] == 2).sum()) <= 1
@@ -87,7 +87,7 @@ def test_a_source_that_ends_leaves_its_time_to_the_others():
 
 def test_a_part_of_an_epoch_is_a_part_of_the_documents():
     mixture = mixture_of([[5] * 40, [5] * 10], [1.0, 1.0], [0.25, 1.5])
-    pieces = Draws(mixture).read(0, 1000)
+    pieces = Draws(mixture).read(0, 1000)[0]
     assert Counter(mixture.pieces.source[pieces].tolist()) == {0: 10, 1: 15}
 
 

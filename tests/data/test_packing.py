@@ -2,14 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data import IGNORE, Documents, fill_rate
-from jaxtrain.data.mixing import Mixture
+from jaxtrain.data.mixing import Draws, Mixture
 from jaxtrain.data.packing import PACKERS, PackedSequences, best_fit, fill, first_fit, next_fit, one_each
 from jaxtrain.data.pieces import Pieces, cut
 
@@ -188,3 +188,61 @@ def test_fill_does_not_depend_on_the_index_in_a_block():
     shards = [PackedSequences(mixture, seq_len=256, bins=16, shard=v, shards=32) for v in range(32)]
     fills = np.array([[sum(size for *_, size in next(shard)) / 256 for shard in shards] for _ in range(48)])
     assert np.std(fills.mean(axis=1)) < 1.2 * np.std(fills) / np.sqrt(32)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=60),
+    length=st.integers(4, 40),
+    bins=st.integers(1, 8),
+    shards=st.integers(1, 4),
+    packing=st.sampled_from(sorted(PACKERS)),
+    seed=st.integers(0, 2**32),
+)
+@settings(max_examples=100, deadline=None)
+def test_epochs_of_a_shard_share_at_most_one_row(lengths, length, bins, shards, packing, seed):
+    pieces = cut(documents_of(*lengths), length)
+    mixture = order_of(pieces, seed=seed, epochs=None)
+    for shard in range(shards):
+        draws = Draws(mixture, shard, shards)
+        stream = PackedSequences(mixture, seq_len=length, packing=packing, bins=bins, shard=shard, shards=shards)
+        # Inputs of an epoch of this shard: a shard of fewer pieces than shards reads one of some epochs.
+        drawn, begins = draws.read(0, 4 * len(pieces) // shards + 8)
+        borders = np.flatnonzero(begins)[:3].tolist()
+        seen, want, rows = Counter(), Counter(), 0
+        for lo, hi in pairwise([0, *borders]):
+            epoch = Counter(
+                at for p in drawn[lo:hi] for at in range(pieces.starts[p], pieces.starts[p] + pieces.sizes[p])
+            )
+            want += epoch
+            while want - seen:  # up to the row that completes the epoch
+                seen.update(at for _, start, size in next(stream) for at in range(start, start + size))
+                rows += 1
+            # What was read beyond the epoch is in that last row.
+            assert (seen - want).total() < length, (shard, lo, hi)
+
+
+def test_a_small_corpus_is_read_once_an_epoch():
+    # 3,000 documents on 64 shards: 7.6 sequences a shard; blocks over several epochs left 31% unread after one.
+    pieces = cut(documents_of(*np.random.default_rng(0).integers(30, 300, 3000)), 1024)
+    mixture = order_of(pieces, epochs=None)
+    shards = [PackedSequences(mixture, seq_len=1024, shard=v, shards=64) for v in range(64)]
+    rows = [next(shard) for _ in range(8) for shard in shards]
+    times = Counter(start for row in rows for _, start, _ in row)
+    read = sum(size for row in rows for *_, size in row)
+    assert 1 < read / pieces.sizes.sum() < 1.02
+    assert len(times) > 0.98 * len(pieces) and max(times.values()) == 2
+    assert sum(n == 2 for n in times.values()) < 0.04 * len(pieces)
+    assert read / (len(rows) * 1024) > 0.96
+
+
+def test_a_small_source_does_not_cut_the_blocks_of_a_large_one():
+    lengths = [*np.random.default_rng(0).integers(30, 300, 4000), *[60] * 8]
+    documents = replace(documents_of(*lengths), source=np.array([0] * 4000 + [1] * 8))
+    mixture = Mixture(cut(documents, 1024, sources=2), [0.95, 0.05], [None, None], seed=0, shuffle=True)
+    fills = []
+    for epoch_borders in (False, True):
+        shards = [
+            PackedSequences(mixture, seq_len=1024, shard=v, shards=8, epoch_borders=epoch_borders) for v in range(8)
+        ]
+        fills.append(np.mean([sum(size for *_, size in next(shard)) / 1024 for _ in range(200) for shard in shards]))
+    assert fills[1] > fills[0] - 0.01, fills

@@ -29,11 +29,13 @@ def test_a_run_of_every_schema_resumes(
     monkeypatch.chdir(tmp_path)
     before = (run / "metrics.jsonl").read_text()
     assert main(["generate", "run", "--prompt", "line", "--tokens", "2"]) == 0
-    assert main(["train", "run", "--train.steps", "4", "--optimizer.learning_rate=5e-3", "--json", *MESH]) == 0
+    assert main(["train", "run", "--train.steps", "4", "--optimizer.learning_rate=5e-3", *MESH]) == 0
     out, err = capsys.readouterr()
-    summary = json.loads(out.splitlines()[-1])
+    summary = json.loads((run / "summary.json").read_text())
     assert summary["resumed_from"] == 2 and summary["steps"] == 4
     assert "is now named" not in err
+    # Their positions are those of blocks in which epochs overlap.
+    assert "goes on with blocks of an older version" in out
     rows = (run / "metrics.jsonl").read_text()
     assert rows.startswith(before) and len(rows.splitlines()) == 4
     assert (run / "config.yaml").read_text().startswith(f"schema: {SCHEMA}\n")
