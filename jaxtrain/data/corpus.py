@@ -18,7 +18,7 @@ from jaxtrain.config.data import EXAMPLE_SOURCES, source_syntax
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.documents import DocumentNames, Documents, Flat, join_documents
 from jaxtrain.data.files import fingerprint
-from jaxtrain.data.readers import BadRecord, Record, TokenIds
+from jaxtrain.data.readers import SCORED_ROLES, BadRecord, Record, TokenIds
 from jaxtrain.data.sources import (
     Listing,
     Tally,
@@ -45,7 +45,7 @@ class Corpus:
     """Tokenizer, train and held-out documents of a run, and the fingerprint of files and tokenizer together.
 
     `bytes` of text became `text_tokens` (0 where only token ids were read). `skipped` counts unreadable records;
-    `reasons` says why for the first of them.
+    `reasons` says why for the first of them. `unscored`: documents to train on without a scored target, by source.
     """
 
     tokenizer: TextTokenizer
@@ -57,6 +57,7 @@ class Corpus:
     empty: int
     skipped: int = 0
     reasons: tuple[str, ...] = ()
+    unscored: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -76,6 +77,7 @@ class Corpus:
             "held-out documents": len(self.held_out),
             "empty documents left out": self.empty,
             "unreadable records skipped": self.skipped,
+            "documents without a scored token": sum(self.unscored),
             "train tokens": self.train.count,
             "held-out tokens": self.held_out.count,
             **ratio,
@@ -123,9 +125,10 @@ def prepare(config: RunConfig, tokenizer: TextTokenizer | None = None, held_out_
             f"data.held_out is {data.held_out}: it takes all {len(documents)} documents of data.sources and leaves "
             "none to train on: lower it, or bring more documents"
         )
+    train = documents.select(np.flatnonzero(~held_out))
     return Corpus(
         tokenizer=tokenizer,
-        train=documents.select(np.flatnonzero(~held_out)),
+        train=train,
         held_out=documents.select(np.flatnonzero(held_out)),
         fingerprint=parts[0].fingerprint if len(parts) == 1 else fingerprint(part.fingerprint for part in parts),
         bytes=sum(part.tally.bytes for part in parts),
@@ -133,7 +136,27 @@ def prepare(config: RunConfig, tokenizer: TextTokenizer | None = None, held_out_
         empty=sum(part.tally.empty for part in parts),
         skipped=sum(part.tally.skipped for part in parts),
         reasons=tuple(chain.from_iterable(part.tally.reasons for part in parts)),
+        unscored=() if held_out_only else _count_unscored(train, listings),
     )
+
+
+def _count_unscored(documents: Documents, listings: Sequence[Listing]) -> tuple[int, ...]:
+    """Documents of each source without a scored target; raises ConfigError for a source that has no other ones."""
+    if documents.scored is None:
+        # Documents of a single token are counted where the pieces are cut.
+        return (0,) * len(listings)
+    source = np.zeros(len(documents), np.int32) if documents.source is None else documents.source
+    unscored = np.bincount(source[documents.scored_targets() == 0], minlength=len(listings)).tolist()
+    for listing, count, lost in zip(listings, np.bincount(source, minlength=len(listings)), unscored, strict=True):
+        if 0 < count == lost:
+            template = listing.source.template
+            roles = f"the roles {', '.join(SCORED_ROLES)} are, its template has {', '.join(template)}"
+            raise ConfigError(
+                f"{listing.where} ({listing.source.kind}: {listing.source.path}): none of its {count} documents has a "
+                f"scored token, so that it would train nothing ({roles if template else 'all are masked'}): remove it, "
+                "or bring documents with an answer"
+            )
+    return tuple(unscored)
 
 
 def cache_of(data: DataConfig) -> Path:

@@ -12,6 +12,8 @@ import numpy as np
 
 from jaxtrain.data.sources import is_held_out, record_name, records_held_out
 
+FLAGS_READ = 2**24
+
 
 class Flat(Protocol):
     """Anything that is sliced like a one-dimensional array: an array, a file, or several of them joined."""
@@ -103,6 +105,20 @@ class Documents:
     def count(self) -> int:
         """Tokens of all documents."""
         return int(self.lengths.sum())
+
+    def scored_targets(self) -> np.ndarray:
+        """Scored targets of each document (int64); reads the flags once, a block at a time."""
+        counts = self.lengths - 1
+        if self.scored is None or not len(self):
+            return counts
+        borders = self.scored.borders if isinstance(self.scored, Joined) else [0]
+        blocks = np.stack([np.searchsorted(borders, self.starts, side="right"), self.starts // FLAGS_READ])
+        for lo, hi in pairwise([*np.flatnonzero(np.diff(blocks, axis=1, prepend=-1).any(axis=0)).tolist(), len(self)]):
+            base = int(self.starts[lo])
+            before = np.cumsum(np.concatenate([[0], self.scored[base : int(self.stops[hi - 1])]]), dtype=np.int64)
+            # The first token of a document is no target.
+            counts[lo:hi] = before[self.stops[lo:hi] - base] - before[self.starts[lo:hi] + 1 - base]
+        return counts
 
     def select(self, indices: np.ndarray) -> Documents:
         """The documents at these indices."""

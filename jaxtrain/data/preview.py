@@ -43,6 +43,7 @@ COLUMNS = {
     "share_read": "share\nread",
     "dropped_documents": "dropped\ndocuments",
     "dropped_tokens": "dropped\ntokens",
+    "unscored_documents": "documents\nunscored",
 }
 """Key of a source -> header of its column; short lines, so that the table fits into 80 columns."""
 DOCUMENT_STYLES = ("black on bright_cyan", "black on bright_yellow", "black on bright_green", "black on bright_magenta")
@@ -78,6 +79,7 @@ class Preview:
             "share_read": (read / max(read.sum(), 1)).tolist(),
             "dropped_documents": self.pieces.dropped_documents.tolist(),
             "dropped_tokens": self.pieces.dropped_targets.tolist(),
+            "unscored_documents": list(self.corpus.unscored),
         }
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
@@ -219,12 +221,13 @@ class Preview:
     def _segment(self, tokens: np.ndarray, labels: np.ndarray, segment: int) -> Text:
         """A document's part of a sequence; tokens that are no scored target are dim and in brackets."""
         style = DOCUMENT_STYLES[segment % len(DOCUMENT_STYLES)]
-        # The first token is the target of nothing here: it is shown with those that follow.
-        scored = np.concatenate([labels[:1] != IGNORE, labels[:-1] != IGNORE])
+        # The first token is the target of nothing here, and the last target is no input.
+        tokens = np.concatenate([tokens, labels[-1:][labels[-1:] != IGNORE]])
+        scored = np.concatenate([[False], labels != IGNORE])[: len(tokens)]
         borders = [0, *(np.flatnonzero(np.diff(scored)) + 1).tolist(), len(tokens)]
         text = Text()
         for lo, hi in pairwise(borders):
-            if words := _abbreviated(_printable(self.corpus.tokenizer.decode(tokens[lo:hi].tolist()))):
+            if words := _abbreviated(_printable(self.corpus.tokenizer.decode(tokens[lo:hi].tolist(), special=True))):
                 text.append(*((words, style) if scored[lo] else (words.join(MASK_BRACKETS), f"dim {style}")))
         return text
 

@@ -27,7 +27,7 @@ from jaxtrain.data.tf_example import read_example
 from jaxtrain.data.tokenfiles import read_sidecar
 
 # Roles of the model in published chats.
-SCORED_ROLES = frozenset({"assistant", "model", "gpt"})
+SCORED_ROLES = ("assistant", "model", "gpt")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 RECORDS_PER_READ = 1024
 

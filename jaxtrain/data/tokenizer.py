@@ -139,9 +139,9 @@ class TextTokenizer:
     def _specials(self) -> dict[str, list[int]]:
         return {}
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids without special tokens."""
-        return self.inner.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """Text of token ids, without special tokens or with their names."""
+        return self.inner.decode(list(ids), skip_special_tokens=not special)
 
     @property
     def _begin(self) -> list[int]:

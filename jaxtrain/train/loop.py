@@ -37,7 +37,7 @@ from jaxtrain.train.run_dir import (
     write_tokenizer,
 )
 from jaxtrain.train.signals import StopSignals
-from jaxtrain.train.startup import startup_report
+from jaxtrain.train.startup import startup_report, unscored_notes
 from jaxtrain.train.summary import check_prompt, finish, finished_summary, summarize
 
 
@@ -109,7 +109,8 @@ def print_startup(run: Run, changes: Sequence[str]) -> None:
     """Everything that was resolved, the local checkpoints, changed settings, and records that were skipped."""
     local = run.local.notes() if run.local else []
     skipped = (f"record skipped: {why}" for why in run.corpus.reasons)
-    for line in (*startup_report(run.bound, run.corpus), *local, *changes, *skipped):
+    unscored = unscored_notes(run.bound.config, run.corpus)
+    for line in (*startup_report(run.bound, run.corpus), *local, *changes, *skipped, *unscored):
         run.log.info(line)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jaxtrain.config import RunConfig
 from jaxtrain.data import Corpus
 from jaxtrain.mesh.param import show_axes
 from jaxtrain.train.resolve import Bound
@@ -47,6 +48,16 @@ def startup_report(bound: Bound, corpus: Corpus) -> list[str]:
         f"tokenizer: {corpus.tokenizer.describe()}",
         *replay_notes(bound),
         *(f"layout: {note}" for note in bound.notes),
+    ]
+
+
+def unscored_notes(config: RunConfig, corpus: Corpus) -> list[str]:
+    """Documents that take room in the batches and train nothing, a line for each source that has some."""
+    return [
+        f"data.sources[{number}] ({config.data.sources[number].path}): {count:,} training documents have no scored "
+        "token: they take room in the batches and train nothing"
+        for number, count in enumerate(corpus.unscored)
+        if count
     ]
 
 

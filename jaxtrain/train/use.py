@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtrain.config import ConfigError
-from jaxtrain.data import Corpus, TextTokenizer, held_out_batches, prepare
+from jaxtrain.data import IGNORE, Corpus, TextTokenizer, held_out_batches, prepare
 from jaxtrain.data.ends import stop_ids
 from jaxtrain.data.readers import Turn
 from jaxtrain.nn.generate import sample
@@ -22,7 +22,7 @@ EvaluateFunction = Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
 
 
 def held_out(setup: Bound, corpus: Corpus) -> list[Batch]:
-    """The run's evaluation batches, on their devices; raises ConfigError where no document is held out."""
+    """The run's evaluation batches, on their devices; raises ConfigError where no scored token is held out."""
     config = setup.config
     if not len(corpus.held_out):
         raise ConfigError(
@@ -34,6 +34,12 @@ def held_out(setup: Bound, corpus: Corpus) -> list[Batch]:
     batches = held_out_batches(
         corpus.held_out, config.data.seq_len, config.train.global_batch, config.eval.batches, packing=packing
     )
+    if not any((batch["labels"] != IGNORE).any() for batch in batches):
+        # A mean over nothing would be printed as a loss of 0.
+        raise ConfigError(
+            f"data.held_out {config.data.held_out} holds out {len(corpus.held_out)} documents without a scored token: "
+            "raise it, bring documents with an answer, or set eval.every: null"
+        )
     return [shard_batch(batch, 0, setup.batch_shape, setup.batch_sharding) for batch in batches]
 
 

@@ -1,22 +1,29 @@
 """Loss masks from data: hand-built examples, no off-by-one; unscored tokens change no loss and no gradient."""
 
+import dataclasses
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 from runs import VOCAB, setup_of
 from runs import config_of as run_config_of
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from jaxtrain.config import ConfigError, validate
-from jaxtrain.data import IGNORE, Corpus, held_out_batches, prepare
+from jaxtrain.config import ConfigError, RunConfig, replace, validate
+from jaxtrain.data import IGNORE, Corpus, Documents, held_out_batches, prepare
+from jaxtrain.data.preview import preview
 from jaxtrain.data.readers import Turn
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.train.batch import shard_batch
+from jaxtrain.train.startup import unscored_notes
+from jaxtrain.train.use import held_out
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|model|>", "<|end|>"]
 BOS, EOS, USER, MODEL, END = range(51, 56)
@@ -77,9 +84,10 @@ def test_chat_by_hand(tmp_path):
 
 
 def test_a_message_cannot_open_a_turn(tmp_path):
-    corpus = corpus_of(tmp_path, [{"turns": [{"role": "user", "content": "w1 <|model|> w2 </s>"}]}], **CHAT)
+    turns = [{"role": "user", "content": "w1 <|model|> w2 </s>"}, {"role": "assistant", "content": "w1"}]
+    corpus = corpus_of(tmp_path, [{"turns": turns}], **CHAT)
     ids = corpus.train[0].tolist()
-    assert ids[1] == USER and MODEL not in ids and ids.count(EOS) == 1
+    assert ids[1] == USER and ids.count(MODEL) == 1 and ids.count(EOS) == 1
 
 
 @pytest.mark.parametrize(
@@ -176,3 +184,79 @@ def _after_the_last_scored(batch: dict[str, np.ndarray]) -> np.ndarray:
             scored = here[batch["labels"][row, here] != IGNORE]
             free[row, here[here > scored[-1]] if len(scored) else here] = True
     return free
+
+
+MESSAGES = {"messages_field": "m", "template": {"user": ["<u>", "\n"], "assistant": ["<a>", "\n"]}}
+
+
+def chat_config(tmp_path: Path, chats: list[list[str]], **source: Any) -> RunConfig:
+    """A run over chats, each the roles of its messages, beside a source of text."""
+    chats = [[{"role": role, "content": f"{role} {n}"} for role in chat] for n, chat in enumerate(chats)]
+    (tmp_path / "text").mkdir(parents=True)
+    (tmp_path / "chat.jsonl").write_text("\n".join(json.dumps({"m": chat}) for chat in chats))
+    for n in range(4):
+        (tmp_path / "text" / f"{n}.txt").write_text(f"text {n}")
+    return validate({
+        "model": {"vocab_size": 300},
+        "data": {
+            "sources": [
+                {"text": str(tmp_path / "text")},
+                {"jsonl": str(tmp_path / "chat.jsonl"), **MESSAGES, **source},
+            ],
+            "tokenizer": {"vocab_size": 300}, "seq_len": 32, "cache": str(tmp_path / "cache"), "held_out": 0,
+        },
+        "train": {"global_batch": 4}, "observe": {"progress": False},
+    })  # fmt: skip
+
+
+def test_a_source_without_a_scored_token_is_refused_by_name(tmp_path: Path) -> None:
+    # A chat that ends before the answer trains nothing; so does a template whose model has another name.
+    config = chat_config(tmp_path, [["user"], ["user", "user"]])
+    with pytest.raises(
+        ConfigError, match=r"data\.sources\[1\] .*chat\.jsonl.*none of its 2 documents has a scored token"
+    ):
+        prepare(config)
+    with pytest.raises(ConfigError, match="the roles assistant, model, gpt are, its template has user, bot"):
+        prepare(chat_config(tmp_path / "b", [["user", "bot"]], template={"user": ["", ""], "bot": ["", ""]}))
+
+
+def test_documents_without_a_scored_token_are_counted_by_source(tmp_path: Path) -> None:
+    config = chat_config(tmp_path, [["user", "assistant"], ["user"], ["user", "assistant", "user"], ["user", "user"]])
+    corpus = prepare(config)
+    assert corpus.unscored == (0, 2) and corpus.describe()["documents without a scored token"] == 2
+    (line,) = unscored_notes(config, corpus)
+    assert line.startswith(f"data.sources[1] ({tmp_path}/chat.jsonl): 2 training documents have no scored token")
+    assert corpus.train.scored_targets().tolist() == [
+        int(corpus.train.scored[start + 1 : stop].sum())
+        for start, stop in zip(corpus.train.starts, corpus.train.stops, strict=True)
+    ]
+
+
+def test_the_preview_shows_each_target_once_special_ones_included(tmp_path: Path) -> None:
+    template = {"user": ["<|im_start|>", "<|im_end|>"], "assistant": ["<|im_start|>", "<|im_end|>"]}
+    config = chat_config(tmp_path, [["user", "assistant"]] * 3, template=template)
+    inner = prepare(config).tokenizer.inner
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    (tmp_path / "own").mkdir()
+    inner.save(str(tmp_path / "own" / "tokenizer.json"))
+    config = replace(config, f"data.tokenizer.path={tmp_path / 'own' / 'tokenizer.json'}", "data.seq_len=64")
+    seen = preview(config, 1)
+    console = Console(width=400, file=io.StringIO())
+    console.print(seen.render())
+    plain = console.file.getvalue()
+    # The opening of an answer is part of the prompt; its closing token and the document's end are trained.
+    assert "⟦<|bos|><|im_start|>user 0<|im_end|><|im_start|>⟧assistant 0<|im_end|><|eos|>" in plain
+    assert "⟦<|bos|>⟧text 0<|eos|>" in plain
+
+
+def test_held_out_documents_without_a_scored_token_are_no_loss_of_zero(tmp_path: Path) -> None:
+    config = replace(chat_config(tmp_path, [["user", "assistant"]] * 9), "data.held_out=0.5", "model.d_model=64")
+    corpus = prepare(config)
+    masked = Documents(
+        corpus.held_out.tokens, corpus.held_out.starts, corpus.held_out.stops, corpus.held_out.names,
+        np.zeros(len(corpus.held_out.tokens), bool),
+    )  # fmt: skip
+    setup = setup_of(config, devices=1)
+    assert held_out(setup, corpus)
+    with pytest.raises(ConfigError, match=r"holds out \d+ documents without a scored token"):
+        held_out(setup, dataclasses.replace(corpus, held_out=masked))

@@ -103,8 +103,8 @@ def test_a_long_document_is_abbreviated_between_its_ends_with_its_mask(config: R
                    "data.held_out=0", "model.max_seq_len=2048")  # fmt: skip
     seen = preview(long, 1)
     text = seen._sequence(seen.batches[0], 0).plain.split(" ║ ")[0]
-    assert text.startswith("0: ⟦beginab ab") and text.endswith("end?⟧yes") and len(text) < 500
-    assert int(re.search(r"«([\d,]+) characters left out»", text).group(1).replace(",", "")) == 5 + 1200 + 4 - 400
+    assert text.startswith("0: ⟦<|bos|>beginab ab") and text.endswith("end?⟧yes<|eos|>") and len(text) < 500
+    assert int(re.search(r"«([\d,]+) characters left out»", text).group(1).replace(",", "")) == 7 + 5 + 1200 + 4 - 400
 
 
 def test_epochs_of_a_source_over_the_whole_run(config: RunConfig) -> None:

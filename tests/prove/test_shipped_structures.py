@@ -35,14 +35,25 @@ def structures() -> dict[str, RunConfig]:
     return distinct
 
 
-@pytest.mark.prove
-@pytest.mark.parametrize("name", structures())
-def test_every_layout_of_a_structure(name: str) -> None:
+def prove_every_layout(name: str) -> None:
     report = verify(structures()[name], "all", jax.devices()[:8])
     show_report(report, Console(width=160))
     assert not report.faults, "\n".join(fault_lines(report))
     assert report.counts["passed"] >= 20
     assert max(r.worst.error for r in report.results if r.worst and r.worst.kind == "gradient") <= 2e-5
+
+
+# Two tests, so that each is a part of `make prove` of half an hour.
+@pytest.mark.prove
+@pytest.mark.parametrize("name", [name for name, config in structures().items() if config.model.moe is None])
+def test_every_layout_of_a_dense_structure(name: str) -> None:
+    prove_every_layout(name)
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", [name for name, config in structures().items() if config.model.moe is not None])
+def test_every_layout_of_a_mixture(name: str) -> None:
+    prove_every_layout(name)
 
 
 def test_every_shipped_structure_is_covered() -> None:
