@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from jaxtrain.config import ConfigError, TokenizerConfig
+from jaxtrain.data.files import unreadable
 
 BOS, EOS = "<|bos|>", "<|eos|>"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -40,7 +41,7 @@ class Ends:
 
 def choose_ends(tokenizer: Tokenizer, path: Path, settings: TokenizerConfig | None = None) -> Ends:
     """The ends of a file's tokenizer; `settings` go before the model's files. Raises ConfigError where nothing ends."""
-    files = {name: _read_json(path.parent / name) for name in (TOKENIZER_CONFIG, *ID_FILES)}
+    files = {name: read_beside(path.parent / name) for name in (TOKENIZER_CONFIG, *ID_FILES)}
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     special = {added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special}
 
@@ -48,14 +49,13 @@ def choose_ends(tokenizer: Tokenizer, path: Path, settings: TokenizerConfig | No
         return next(((vocabulary[n], "its name") for n in names if n in special and n in vocabulary), None)
 
     def found_in_files(key: str) -> tuple[int, str] | None:
-        text = _token_text(files[TOKENIZER_CONFIG].get(key))
+        text = _token_text(files[TOKENIZER_CONFIG].get(key), path.parent / TOKENIZER_CONFIG, key)
         if text is not None:
             return _id_of(text, vocabulary, path.parent / TOKENIZER_CONFIG, key), TOKENIZER_CONFIG
         for name in ID_FILES:
-            value = files[name].get(f"{key}_id")
-            value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value, name
+            numbers = _numbers(files[name].get(f"{key}_id"), path.parent / name, f"{key}_id")
+            if numbers:
+                return numbers[0], name
         return None
 
     eos = _setting("eos", settings, vocabulary) or found_in_files("eos_token") or named(EOS_NAMES)
@@ -73,6 +73,12 @@ def choose_ends(tokenizer: Tokenizer, path: Path, settings: TokenizerConfig | No
         bos = (
             (None, "the model's files") if asked else (named(BOS_NAMES) or (None, "no special token has a usual name"))
         )
+    for (number, why), key in ((bos, "bos_token_id"), (eos, "eos_token_id")):
+        if number is not None and tokenizer.id_to_token(number) is None:
+            raise ConfigError(
+                f"{path.parent / why}: {key} is {number}, which is no id of the tokenizer {path}: the two are of "
+                f"different models; download both again, or correct {key}"
+            )
     return Ends(bos[0], eos[0], bos[1], eos[1])
 
 
@@ -95,9 +101,9 @@ def ends_file(tokenizer: Tokenizer, bos: int | None, eos: int) -> str:
 
 def stop_ids(folder: Path, eos: int) -> list[int]:
     """Ids that end a generated text: `eos`, and the eos_token_id of a generation_config.json in `folder`."""
-    more = _read_json(folder / "generation_config.json").get("eos_token_id")
-    more = more if isinstance(more, list) else [more]
-    return [eos, *(number for number in more if isinstance(number, int) and number != eos)]
+    path = folder / "generation_config.json"
+    more = _numbers(read_beside(path).get("eos_token_id"), path, "eos_token_id")
+    return [eos, *(number for number in more if number != eos)]
 
 
 def _opening(
@@ -131,15 +137,43 @@ def _id_of(text: str, vocabulary: Mapping[str, int], where: Path | None, key: st
     return vocabulary[text]
 
 
-def _token_text(value: Any) -> str | None:
-    """A token of tokenizer_config.json: text, or an object with `content`."""
-    value = value.get("content") if isinstance(value, dict) else value
-    return value if isinstance(value, str) else None
+def _token_text(value: Any, path: Path, key: str) -> str | None:
+    """A token of tokenizer_config.json: text, or an object with `content`; null is none."""
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str | None) or (isinstance(value, dict) and text is None):
+        raise ConfigError(f"{path}: {key} is {value!r}, not a token's text: download it again, or correct {key}")
+    return text
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _numbers(value: Any, path: Path, key: str) -> list[int]:
+    """The ids of a key that holds one, several or null."""
+    numbers = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in numbers):
+        raise ConfigError(f"{path}: {key} is {value!r}, not a token id: download it again, or correct {key}")
+    return numbers
+
+
+def read_beside(path: Path) -> dict[str, Any]:
+    """The JSON object of a file beside a tokenizer, {} if there is no such file.
+
+    Raises ConfigError for a file that cannot be read, is not whole or holds something else: without it, the choice of
+    ends would be another one.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return {}
+        # In the hub's cache files are links; a link to nothing is a download that was cut off or cleaned away.
+        raise ConfigError(f"{path} is a link to a file that does not exist: download it again") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is not readable JSON ({unreadable(error)}): download it again, or move it away if it is not of "
+            "this tokenizer"
+        ) from None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path} holds a JSON {type(found).__name__}, not an object: download it again, or move it away if it is "
+            "not of this tokenizer"
+        )
+    return found

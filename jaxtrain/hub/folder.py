@@ -120,7 +120,7 @@ def read_json(path: Path) -> Json:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is not readable JSON ({error}): name a model folder of the hub") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, not an object")
+        raise ConfigError(f"{path} holds a JSON {type(value).__name__}, not an object: download it again")
     return value
 
 

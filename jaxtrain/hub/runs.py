@@ -20,7 +20,7 @@ from jaxtrain.config import ConfigError, DivergedError, RunConfig, validate
 from jaxtrain.config.load import apply_overrides, read_yaml
 from jaxtrain.config.paths import require_local
 from jaxtrain.data import Corpus, TextTokenizer, open_stream, prepare, resolve_virtual_shards, shards_of_rows
-from jaxtrain.data.ends import ends_file
+from jaxtrain.data.ends import ends_file, read_beside, stop_ids
 from jaxtrain.hub.families import FAMILIES, family_of
 from jaxtrain.hub.family import Family, nested, write_model
 from jaxtrain.hub.fields import Json
@@ -57,6 +57,7 @@ def import_run(
     """
     family, hub, settings = describe_folder(directory, tuple(ignore))
     _check_new(run)
+    _check_copied(directory)
     tree = (read_yaml(Path(config)) if config else {}) | {"model": nested(settings)}
     tokenizer = next((name for name in TOKENIZER_FILES if (directory / name).is_file()), None)
 
@@ -129,6 +130,23 @@ def _check_tokenizer(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
             "--data.tokenizer.path FILE"
         )
     return tree
+
+
+def _check_copied(directory: Path) -> None:
+    """Refuse files that are not whole, also those that are only copied: generation and export read them much later."""
+    for path in (directory / name for name in COPIED_FILES):
+        if path.suffix == ".json" and path.name not in TOKENIZER_FILES:
+            read_beside(path)
+            continue
+        try:
+            whole = not (path.is_symlink() or path.exists()) or path.stat().st_size > 0
+            if path.suffix == ".jinja" and path.is_file():
+                whole = bool(path.read_text(encoding="utf-8").strip())
+        except (OSError, ValueError):
+            whole = False
+        if not whole:
+            raise ConfigError(f"{path} is empty or not readable: download it again, or move it away")
+    stop_ids(directory, eos=0)
 
 
 def _check_new(run: Path) -> None:

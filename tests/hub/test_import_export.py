@@ -138,6 +138,31 @@ def test_a_new_run_is_exported_by_the_first_family_that_can_express_it(text: Pat
     )
 
 
+BESIDE = ("tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+# File, content and message: files that are read, and files that are only copied for later.
+SPOILED = [
+    *((name, content, f"{name} is not readable JSON") for name in BESIDE for content in ("", '{"eos_token": "</')),
+    *((name, '["eos_token"]', f"{name} holds a JSON list, not an object") for name in (*BESIDE, "config.json")),
+    ("config.json", "", "config.json is not readable JSON"),
+    ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id is '2', not a token id"),
+    ("generation_config.json", '{"eos_token_id": [2, true]}', "eos_token_id is [2, True], not a token id"),
+    ("config.json", 400, "config.json: eos_token_id is 400, which is no id of the tokenizer"),
+    ("tokenizer_config.json", '{"eos_token": 2}', "tokenizer_config.json: eos_token is 2, not a token's text"),
+    ("tokenizer_config.json", Path("gone"), "tokenizer_config.json is a link to a file that does not exist"),
+    ("tokenizer.json", Path("gone"), "tokenizer.json is empty or not readable"),
+    ("tokenizer.model", "", "tokenizer.model is empty or not readable"),
+    ("chat_template.jinja", "\n", "chat_template.jinja is empty or not readable"),
+]  # fmt: skip
+
+
+def write_spoiled(path: Path, content: Any) -> None:
+    """Text, a link to nothing, or config.json with another end."""
+    if isinstance(content, int):
+        content = json.dumps(json.loads(path.read_text()) | {"eos_token_id": content})
+    path.unlink(missing_ok=True)
+    path.write_text(content) if isinstance(content, str) else path.symlink_to(content)
+
+
 @pytest.mark.parametrize(
     ("spoil", "needle"),
     [
@@ -152,6 +177,7 @@ def test_a_new_run_is_exported_by_the_first_family_that_can_express_it(text: Pat
         (lambda hub: shutil.copyfile(hub / "config.json", hub / "tokenizer.json"), "tokenizer.json"),
         (lambda hub: shutil.copyfile(ROOT / "gpt2/model.safetensors", hub / "model.safetensors"), "do not match llama"),
         (lambda hub: (hub / "config.json").write_text('{"model_type": "mamba"}'), "'mamba' has no table"),
+        *((lambda hub, row=row: write_spoiled(hub / row[0], row[1]), row[2]) for row in SPOILED),
     ],
 )
 def test_a_failed_import_leaves_no_run(
