@@ -33,7 +33,8 @@ class Verify(Verb):
     mesh: str | None = None
     """Mesh sizes for --reference, such as data=2,tensor=2; default one device."""
     precision: str | None = None
-    """bfloat16 or float16: compare each gradient leaf in this dtype with float32, in units of an ideal step's error."""
+    """bfloat16, float16, float8, float8_rowwise or mxfp8: compare each gradient leaf in this precision with float32, in
+    units of an ideal step's error."""
     json: bool = False
     """Print one JSON object on stdout."""
 

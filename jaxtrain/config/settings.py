@@ -174,6 +174,14 @@ class PrecisionConfig(Section):
     """Dtype of matmul inputs and activations; master parameters and accumulation stay float32."""
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which devices add up the gradients of weights; with bfloat16 sums over tokens stay in float32."""
+    recipe: Literal["float8", "float8_rowwise", "mxfp8"] | None = None
+    """8-bit matmuls, with current scales: one a tensor (float8) or a row (float8_rowwise), both from Hopper on; one for
+    32 values (mxfp8, Blackwell). null: all matmuls in the compute dtype. Checkpoints do not depend on it."""
+    recipe_kinds: tuple[Literal["attention", "mlp"], ...] = ("attention", "mlp")
+    """Which matmuls follow the recipe: projections of attention, feed-forward layers (shared experts included). Head,
+    embedding, router, routed experts and norms never do."""
+    recipe_gradients: Literal["e5m2", "e4m3fn"] | None = None
+    """Values of cotangents in the recipe's matmuls; null: the recipe's own (float8: e5m2, mxfp8: e4m3fn)."""
     scale_init: float = Field(2.0**15, gt=0)
     """float16: first loss scale."""
     scale_growth_every: PositiveInt = 2000
@@ -182,6 +190,27 @@ class PrecisionConfig(Section):
     """float16: largest loss scale."""
     max_skipped: PositiveInt = 50
     """Consecutive skipped steps after which the run ends with an error."""
+
+    @field_validator("recipe", mode="before")
+    @classmethod
+    def _recipe_exists(cls, value: Any) -> Any:
+        if value == "nvfp4":
+            raise ValueError(
+                "precision.recipe nvfp4 is not available: training in it needs stochastic rounding and Hadamard "
+                "transforms of gradients (arXiv:2509.25149), and jax rounds NVFP4 to nearest: use mxfp8"
+            )
+        return value
+
+    @field_validator("recipe_kinds", mode="before")
+    @classmethod
+    def _kinds_exist(cls, value: Any) -> Any:
+        refused = set(value) & {"experts", "head", "embed", "router", "norm"} if isinstance(value, list | tuple) else ()
+        if refused:
+            raise ValueError(
+                f"precision.recipe_kinds has {', '.join(sorted(refused))}: a recipe is for attention and mlp. Routed "
+                "experts have a grouped kernel without a product of two 8-bit operands; the others stay exact"
+            )
+        return value
 
     @model_validator(mode="after")
     def _scale_fits(self) -> PrecisionConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -29,6 +29,8 @@ class MeshContext:
     replicated: tuple[Axis, ...] = ()
 
 
+REPLICAS = "replicas"
+"""Name of the vmapped axis over replicas, whose mesh axes are those in `without`."""
 CONTEXT: ContextVar[MeshContext | None] = ContextVar("jaxtrain_rules", default=None)
 
 
@@ -48,8 +50,20 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     A dimension that its axes do not divide stays whole where its name's fallback says so (kv_heads) or rules.allow has
     `indivisible:NAME`. Raises ConfigError for any other such dimension, an axis used twice, an unknown name.
     """
-    sharding = sharding_of(x.shape, *names)
+    return constrain_to(x, sharding_of(x.shape, *names))
+
+
+def constrain_to(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
+    """Constrain to what `sharding_of` gave."""
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def over_replicas(reduce: Callable[[jax.Array, str], jax.Array], x: jax.Array) -> jax.Array:
+    """Reduce over the replicas of an enclosing vmap; the identity where there are none."""
+    context = CONTEXT.get()
+    if context is None or math.prod(context.mesh.shape[axis] for axis in context.without) == 1:
+        return x
+    return reduce(x, REPLICAS)
 
 
 def sharding_of(shape: tuple[int, ...], *names: str | None) -> NamedSharding | None:

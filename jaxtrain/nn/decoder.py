@@ -34,7 +34,7 @@ class Decoder(nnx.Module):
         self.dense_layers = _stack(Block, config, rngs, "dense_layers")
         self.norm = Norm(config.norm, D, ("norm",), config.norm_eps)
         head = None if config.tied_head else Linear(
-            rngs, "BLD,DV->BLV", (D, V), ("embed", "vocab"), config.init_std, None
+            rngs, "head", "BLD,DV->BLV", (D, V), ("embed", "vocab"), config.init_std, None
         )  # fmt: skip
         self.head = head
         self.mtp = _stack(MTPBlock, config, rngs, MTP_STACK)

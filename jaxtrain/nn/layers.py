@@ -15,11 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtrain.config import ModelConfig, Registry
-from jaxtrain.mesh.constraints import constrain, sharding_of
+from jaxtrain.mesh.constraints import active_axes, constrain, sharding_of
 from jaxtrain.nn.activations import ACTIVATIONS
 from jaxtrain.numerics.remat import tag
 from jaxtrain.numerics.wide import WideWeight, widen
-from jaxtrain.ops import attention, linear, norm, rope
+from jaxtrain.ops import attention, linear, low_precision, norm, rope
+from jaxtrain.ops.low_precision import recipe_for
 
 Names = tuple[str, ...]
 
@@ -61,19 +62,32 @@ class BatchContext(NamedTuple):
 
 
 class Linear(nnx.Module):
-    """An einsum with a weight, and a bias over the weight's last dims if `bias` gives their names."""
+    """An einsum with a weight, and a bias over the weight's last dims if `bias` gives their names.
+
+    `path`, such as attention.query, names it for recipes of low precision, which choose by its first part.
+    """
 
     def __init__(
-        self, rngs: nnx.Rngs, equation: str, shape: tuple[int, ...], names: Names, std: float, bias: Names | None
-    ) -> None:
-        self.equation = equation
+        self, rngs: nnx.Rngs, path: str, equation: str, shape: tuple[int, ...], names: Names, std: float,
+        bias: Names | None,
+    ) -> None:  # fmt: skip
+        self.path, self.equation, self.names = path, equation, names
         self.weight = gaussian(rngs, shape, names, std)
         self.bias = constant(0.0, shape[-len(bias) :], bias) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Contract x with the weight by the equation, and add the bias."""
-        out = linear.contract(self.equation, x, read(self.weight))
+        out = self._product(x, read(self.weight))
         return out if self.bias is None else linear.add_bias(out, read(self.bias))
+
+    def _product(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        recipe = recipe_for(self.path.split(".")[0])
+        if recipe is None:
+            return linear.contract(self.equation, x, weight)
+        # What FSDP shards is gathered; other dims are sharded as activations are.
+        names = (None if name == "embed" else name for name in self.names)
+        gathered = sharding_of(weight.shape, *names) if active_axes("embed") else None
+        return low_precision.contract(recipe, self.path, self.equation, x, weight, gathered)
 
 
 @dataclass(frozen=True)
@@ -116,13 +130,19 @@ class Attention(nnx.Module):
         D, H, K, E, std = config.d_model, config.n_heads, config.kv_heads, config.width_of_head, config.init_std
         bias = (("heads", "head_dim"), ("kv_heads", "head_dim")) if config.qkv_bias else (None, None)
         self.softcap, self.scale = config.attention_softcap, config.attention_scale
-        self.query = Linear(rngs, "BLD,DHE->BLHE", (D, H, E), ("embed", "heads", "head_dim"), std, bias[0])
-        self.key = Linear(rngs, "BLD,DKE->BLKE", (D, K, E), ("embed", "kv_heads", "head_dim"), std, bias[1])
-        self.value = Linear(rngs, "BLD,DKE->BLKE", (D, K, E), ("embed", "kv_heads", "head_dim"), std, bias[1])
+        self.query = Linear(
+            rngs, "attention.query", "BLD,DHE->BLHE", (D, H, E), ("embed", "heads", "head_dim"), std, bias[0]
+        )
+        self.key = Linear(
+            rngs, "attention.key", "BLD,DKE->BLKE", (D, K, E), ("embed", "kv_heads", "head_dim"), std, bias[1]
+        )
+        self.value = Linear(
+            rngs, "attention.value", "BLD,DKE->BLKE", (D, K, E), ("embed", "kv_heads", "head_dim"), std, bias[1]
+        )
         self.query_norm = Norm("rmsnorm", E, ("head_dim",), config.norm_eps) if config.qk_norm else None
         self.key_norm = Norm("rmsnorm", E, ("head_dim",), config.norm_eps) if config.qk_norm else None
         self.out = Linear(
-            rngs, "BLHE,HED->BLD", (H, E, D), ("heads", "head_dim", "embed"), residual_std(config),
+            rngs, "attention.out", "BLHE,HED->BLD", (H, E, D), ("heads", "head_dim", "embed"), residual_std(config),
             ("norm",) if config.out_bias else None,
         )  # fmt: skip
         self.sinks = constant(0.0, (H,), ("heads",)) if config.attention_sinks else None
@@ -157,9 +177,13 @@ class MLP(nnx.Module):
         D, F, std = config.d_model, config.d_ff, config.init_std
         wide, narrow = (("mlp",), ("norm",)) if config.mlp_bias else (None, None)
         self.activation = ACTIVATIONS[config.activation]
-        self.gate = Linear(rngs, "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide) if self.activation.gated else None
-        self.up = Linear(rngs, "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide)
-        self.down = Linear(rngs, "BLF,FD->BLD", (F, D), ("mlp", "embed"), residual_std(config), narrow)
+        self.gate = (
+            Linear(rngs, "mlp.gate", "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide)
+            if self.activation.gated
+            else None
+        )
+        self.up = Linear(rngs, "mlp.up", "BLD,DF->BLF", (D, F), ("embed", "mlp"), std, wide)
+        self.down = Linear(rngs, "mlp.down", "BLF,FD->BLD", (F, D), ("mlp", "embed"), residual_std(config), narrow)
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """[B, L, D] -> [B, L, D]."""

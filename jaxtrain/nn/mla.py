@@ -51,16 +51,16 @@ class LatentAttention(nnx.Module):
         wide = ("embed", "heads", "head_dim")
         if mla.q_rank:
             Q = mla.q_rank
-            self.query_down = Linear(rngs, "BLD,DR->BLR", (D, Q), ("embed", "whole"), std, None)
+            self.query_down = Linear(rngs, "attention.query_down", "BLD,DR->BLR", (D, Q), ("embed", "whole"), std, None)
             self.query_latent_norm = Norm("rmsnorm", Q, ("whole",), eps)
-            self.query_up = Linear(rngs, "BLR,RHE->BLHE", (Q, H, E + P), wide, std, None)
+            self.query_up = Linear(rngs, "attention.query_up", "BLR,RHE->BLHE", (Q, H, E + P), wide, std, None)
         else:
-            self.query = Linear(rngs, "BLD,DHE->BLHE", (D, H, E + P), wide, std, None)
-        self.kv_down = Linear(rngs, "BLD,DR->BLR", (D, R + P), ("embed", "whole"), std, None)
+            self.query = Linear(rngs, "attention.query", "BLD,DHE->BLHE", (D, H, E + P), wide, std, None)
+        self.kv_down = Linear(rngs, "attention.kv_down", "BLD,DR->BLR", (D, R + P), ("embed", "whole"), std, None)
         self.kv_latent_norm = Norm("rmsnorm", R, ("whole",), eps)
-        self.kv_up = Linear(rngs, "BLR,RHE->BLHE", (R, H, E + V), wide, std, None)
+        self.kv_up = Linear(rngs, "attention.kv_up", "BLR,RHE->BLHE", (R, H, E + V), wide, std, None)
         out = ("heads", "head_dim", "embed")
-        self.out = Linear(rngs, "BLHE,HED->BLD", (H, V, D), out, residual_std(config), None)
+        self.out = Linear(rngs, "attention.out", "BLHE,HED->BLD", (H, V, D), out, residual_std(config), None)
 
     def __call__(self, x_BLD: jax.Array, context: BatchContext, window: jax.Array | int | None) -> jax.Array:
         """[B, L, D] -> [B, L, D]; `window` is the number of visible tokens, None for all."""

@@ -30,7 +30,7 @@ class MTPBlock(nnx.Module):
         D, eps = config.d_model, config.norm_eps
         self.embed_norm = Norm(config.norm, D, ("norm",), eps)
         self.hidden_norm = Norm(config.norm, D, ("norm",), eps)
-        self.project = Linear(rngs, "BLE,ED->BLD", (2 * D, D), ("embed", "whole"), config.init_std, None)
+        self.project = Linear(rngs, "mtp.project", "BLE,ED->BLD", (2 * D, D), ("embed", "whole"), config.init_std, None)
         self.block = Block(config, rngs, slot)
         self.norm = Norm(config.norm, D, ("norm",), eps)
 

@@ -32,6 +32,7 @@ from jaxtrain.program.collectives import (
 )
 from jaxtrain.program.flops import count_flops
 from jaxtrain.program.hlo import Program, read_program
+from jaxtrain.program.low_precision import check_low_precision, low_precision_matmuls
 from jaxtrain.program.partitioner import inserted_resharding, read_rematerializations
 from jaxtrain.program.report import FlopsReport, LiveBuffer, MemoryReport, ProgramReport, Traffic
 from jaxtrain.program.timeline import layer_timelines
@@ -154,6 +155,9 @@ def make_report(
     flops = count_flops(program)
     per_node = domain.size // request["nodes"]
     unknown = (*program.unknown, *unread_collectives(program))
+    matmuls = low_precision_matmuls(program, answer["recipe"])
+    if request["target"] == "cuda":
+        check_low_precision(matmuls, answer["recipe"], config.precision.compute)
     if request["target"] == "cpu":
         notes.append(CPU_NOTE)
     return ProgramReport(
@@ -187,11 +191,12 @@ def make_report(
         timelines=layer_timelines(program, collectives, links),
         trace_seconds=answer["trace_seconds"],
         compile_seconds=answer["compile_seconds"],
-        options=dict(config.xla),
+        options=answer["options"],
         version=answer["version"],
         notes=tuple(notes),
         unknown=tuple((one.what, one.where) for one in unknown),
         local_tier=answer["local_tier"],
+        low_precision=matmuls,
     )
 
 

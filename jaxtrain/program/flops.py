@@ -17,7 +17,7 @@ _NO_MATMUL = re.compile(
     r"|AllocateBuffer|CreateBuffer|SliceToDynamic|PadToStatic|AssumeGatherIndicesInBound|.*callback.*|.*threefry.*"
     r"|shape_assertion|.*\$norm"
 )
-_MATMUL = re.compile(r"\$gemm|matmul|\$groupedgemm|__triton_gemm", re.IGNORECASE)
+_MATMUL = re.compile(r"\$gemm|matmul|\$groupedgemm|__triton_gemm|\$blockScaledDot", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.program.collectives import Collective, DomainProof, Reductions
+from jaxtrain.program.low_precision import LowPrecisionMatmul
 from jaxtrain.program.partitioner import Rematerialization
 from jaxtrain.program.timeline import LayerTimeline
 
@@ -121,7 +122,7 @@ class ProgramReport:
     `collectives` has each collective of the program, `traffic` their sums. `proof`: whether tensor and expert groups
     stay inside a domain. `unknown`: what the readers did not understand and did not count, (what, where). `local_tier`:
     bytes of a save on the local disk of a node, own and copies, those that all nodes send, and how many saves are kept;
-    None without checkpoint.local.
+    None without checkpoint.local. `low_precision`: the matmuls of precision.recipe.
     """
 
     config: Mapping[str, Any]
@@ -152,6 +153,7 @@ class ProgramReport:
     notes: tuple[str, ...]
     unknown: tuple[tuple[str, str], ...]
     local_tier: Mapping[str, int] | None = None
+    low_precision: tuple[LowPrecisionMatmul, ...] = ()
 
     def link_bytes(self, link: str) -> int:
         """Bytes that one device sends over 'fast' or 'network' links in one step."""

@@ -50,7 +50,9 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     from jax.errors import JaxRuntimeError
 
     from jaxtrain.config import ConfigError, validate
+    from jaxtrain.ops.low_precision import recipe_of
     from jaxtrain.program.saving import local_tier_bytes, save_bytes
+    from jaxtrain.train.options import run_options
     from jaxtrain.train.resolve import bind
     from jaxtrain.train.step import lower_step
 
@@ -67,12 +69,12 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     traced = time.perf_counter()
     dump = {"xla_dump_to": str(folder / "dump"), "xla_dump_hlo_as_text": True}
     try:
-        compiled = lowered.compile(compiler_options={**config.xla, **dump})
+        compiled = lowered.compile(compiler_options={**run_options(config), **dump})
     except JaxRuntimeError as error:
         raise ConfigError(f"the compiler refused this program: {str(error).splitlines()[0]}") from None
     done = time.perf_counter()
     (folder / "program.txt").write_text(compiled.as_text() or "", encoding="utf-8")
-    memory = compiled.memory_analysis()
+    memory, recipe = compiled.memory_analysis(), recipe_of(config.precision)
     return {
         "memory": {name: int(getattr(memory, name)) for name in MEMORY},
         "save": save_bytes(setup),
@@ -92,6 +94,14 @@ def compile_request(request: dict[str, Any], folder: Path) -> dict[str, Any]:
         "kernels": [attention.backend.name == "tokamax", request["target"] == "cuda"],
         "device_kind": devices[0].device_kind,
         "version": jax.__version__,
+        "options": run_options(config),
+        "recipe": recipe
+        and {
+            "name": recipe.name,
+            "kernels": recipe.kernels,
+            "multiple": max(recipe.multiple, 16),
+            "xla": {**recipe.xla},
+        },
     }
 
 

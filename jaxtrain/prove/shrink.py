@@ -21,8 +21,9 @@ SHRINK_RULES = (
     "batch: 16 sequences, in 2 microbatches if there were several; remat at most every 2nd layer",
     "unchanged: tied embeddings, norms, biases, activation, positions, soft caps, sinks, router, shared experts, "
     "latent attention, multi-token prediction, the optimizer, the loss, whatever user code registered",
-    "set: clipping, weight decay, z-loss, the mixtures' balance loss and z-loss; float32; Adam's eps 1e-4, so that "
-    "gradients of rounding size make no full step; no bound of the experts' buffers, since drops depend on the layout",
+    "set: clipping, weight decay, z-loss, the mixtures' balance loss and z-loss; float32 without a recipe; Adam's eps "
+    "1e-4, so that gradients of rounding size make no full step; no bound of the experts' buffers, since drops depend "
+    "on the layout",
 )
 """What `shrink` does, one rule a line; printed by `verify`."""
 

@@ -23,6 +23,7 @@ from jaxtrain.report.tables import (
 
 TRAFFIC_HEADS = ("over", "kind", "link", "async", "calls", "GiB", "sent", "ms", "covered", "groups")
 BUFFER_HEADS = ("GiB", "array", "made by", "line")
+LOW_HEADS = ("weight", "pass", "calls", "in 8 bits", "kernel")
 NODE_HEADS = ("node", "domain", "partitions", "groups")
 NODE_ROWS_SHOWN = 16
 MEMBERS_SHOWN = 8
@@ -45,6 +46,7 @@ def print_compiled(report: ProgramReport, console: Console) -> None:
         FittedTable(BUFFER_HEADS, buffer_rows(report), "Largest buffers alive at the peak"),
         FittedTable(NODE_HEADS, node_rows(report), "Mesh over nodes; a group is a tensor x expert group"),
         FittedTable(["", "TFLOP"], flops_rows(report), "FLOPs of a device in a step"),
+        FittedTable(LOW_HEADS, low_precision_rows(report), "Matmuls in 8 bits: calls of a device in a step"),
         FittedTable(TRAFFIC_HEADS, traffic_rows(report), f"Collectives of a device in a step ({reductions})"),
     ):
         if table.rows:
@@ -56,6 +58,14 @@ def print_compiled(report: ProgramReport, console: Console) -> None:
     for note in note_lines(report):
         print_lines(console, f"note: {note}", style="yellow")
     print_lines(console, time_line(report))
+
+
+def low_precision_rows(report: ProgramReport) -> list[list[str]]:
+    """The matmuls of precision.recipe."""
+    return [
+        [one.path, one.step, format_integer(one.calls), format_integer(one.low), ", ".join(one.kernels)]
+        for one in report.low_precision
+    ]
 
 
 def print_compiled_diff(a: ProgramReport, b: ProgramReport, names: tuple[str, str], console: Console) -> None:

@@ -17,7 +17,8 @@ import jax
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
-from jaxtrain.config import ConfigError, nearest
+from jaxtrain.config import ConfigError, RunConfig, nearest
+from jaxtrain.ops.low_precision import recipe_of
 
 OptionValue = bool | int | float | str
 # Read by jax itself, not by name from the compiler's list.
@@ -32,6 +33,12 @@ def compiler_options(options: Mapping[str, OptionValue], mesh: Mesh) -> dict[str
     """
     several = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
     return {**({"xla_cpu_enable_concurrency_optimized_scheduler": False} if several else {}), **options}
+
+
+def run_options(config: RunConfig) -> dict[str, OptionValue]:
+    """The XLA options of a run: those of its recipe of low precision, and over them its own."""
+    recipe = recipe_of(config.precision)
+    return {**(recipe.xla if recipe else {}), **config.xla}
 
 
 def check_options(options: Mapping[str, OptionValue]) -> None:

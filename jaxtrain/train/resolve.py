@@ -40,6 +40,7 @@ from jaxtrain.train.experts import check_experts, crossing_pairs
 from jaxtrain.train.losses import check_losses
 from jaxtrain.train.notes import pipeline_notes
 from jaxtrain.train.options import check_options
+from jaxtrain.train.recipe import check_recipe
 from jaxtrain.train.state import TrainState, abstract_state, init_state
 from jaxtrain.train.step import Batch, Step
 
@@ -176,6 +177,7 @@ def resolve(config: RunConfig, topology: Topology) -> Resolved:
     check_experts(config.model)
     check_losses(config)
     check_options(config.xla)
+    notes += check_recipe(config.precision, topology.devices.flat[0])
     attention = _attention(config, topology, layout, (config.data.seq_len, *(phase.seq_len for phase in phases)))
     return Resolved(config, topology, model, rules, layout, shapes[0], phases, shapes[1:], schedule, attention, notes)
 

@@ -12,7 +12,8 @@ microbatch: there is no mean of means, and float16 cotangents have the size of o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -24,7 +25,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import Axis, RunConfig
-from jaxtrain.mesh.constraints import use_rules
+from jaxtrain.mesh.constraints import REPLICAS, use_rules
 from jaxtrain.mesh.layout import Layout
 from jaxtrain.mesh.rules import Rules
 from jaxtrain.mesh.shard_map import replicated_over
@@ -37,6 +38,7 @@ from jaxtrain.numerics.precision import Precision
 from jaxtrain.numerics.wide import operand, weights_of
 from jaxtrain.ops.attention import use_attention
 from jaxtrain.ops.loss import IGNORE
+from jaxtrain.ops.low_precision import use_recipe
 from jaxtrain.optim import all_finite, clip_scale, global_norm, learning_rate
 from jaxtrain.pipeline.chunk import Chunk
 from jaxtrain.pipeline.execute import Pipeline
@@ -46,7 +48,7 @@ from jaxtrain.pipeline.table import PipelineShape
 from jaxtrain.train.experts import balanced, expert_metrics, needs_loads
 from jaxtrain.train.guard import GUARD, is_spike, next_history
 from jaxtrain.train.losses import LOSSES, HeadInputs, Sums, metric_sums
-from jaxtrain.train.options import compiler_options
+from jaxtrain.train.options import compiler_options, run_options
 from jaxtrain.train.state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -173,13 +175,13 @@ class Step:
         variable = operand(weights, wide)
 
         def scaled(variable: Tree, fields: Batch) -> tuple[jax.Array, Sums]:
-            with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
+            with self._tracing(self.layout.deferred_axes):
                 return self._objective(weights_of(variable, weights, wide), fields, totals, scale)
 
         grad: Callable[..., Any] = jax.grad(scaled, has_aux=True)
         lead: tuple[int, ...] = ()
         if self.replicas > 1:
-            grad = jax.vmap(grad, in_axes=(None, 0), spmd_axis_name=self.layout.deferred_axes)
+            grad = jax.vmap(grad, in_axes=(None, 0), axis_name=REPLICAS, spmd_axis_name=self.layout.deferred_axes)
             lead = (self.replicas,)
 
         def microbatch(total: Tree, fields: Batch) -> tuple[Tree, Sums]:
@@ -198,13 +200,13 @@ class Step:
         schedule = make_schedule(self.config.pipeline.schedule, self._shape(model, batch))
 
         def replica(weights: Tree, batch: Batch) -> tuple[Tree, Sums]:
-            with use_rules(self.rules, self.mesh, without=self.layout.deferred_axes), use_attention(self.config):
+            with self._tracing(self.layout.deferred_axes):
                 head = partial(self._head, totals=totals, scale=scale)
                 gradients, sums = self._pipeline(model, weights, batch, totals).gradients(schedule, head, scale)
             return gradients, _join_mtp(sums)
 
         if self.replicas > 1:
-            replica = jax.vmap(replica, in_axes=(None, 1), spmd_axis_name=self.layout.deferred_axes)
+            replica = jax.vmap(replica, in_axes=(None, 1), axis_name=REPLICAS, spmd_axis_name=self.layout.deferred_axes)
         gradients, sums = replica(weights, batch)
         return self._pin(gradients, self._summed), sums
 
@@ -230,13 +232,13 @@ class Step:
         with_mtp = "load" in names
         if isinstance(self.model, StagedModel):
             head = partial(self._head, totals=totals, scale=1.0, with_mtp=with_mtp)
-            with use_rules(self.rules, self.mesh), use_attention(self.config):
+            with self._tracing():
                 pipeline = self._pipeline(self.model, weights, batch, totals)
                 sums = _join_mtp(pipeline.forward(forward_schedule(self._shape(self.model, batch)), head))
             return {name: sums[name] for name in names}
 
         def body(_: None, fields: Batch) -> tuple[None, Sums]:
-            with use_rules(self.rules, self.mesh), use_attention(self.config):
+            with self._tracing():
                 sums = self._objective(weights, fields, totals, 1.0, with_mtp)[1]
             return None, {name: sums[name] for name in names}
 
@@ -290,6 +292,12 @@ class Step:
         """Share of the tokens that are not padding."""
         accumulation, sequences, _ = batch["segments"].shape
         return jnp.sum(batch["segments"] > 0, dtype=jnp.int32) / (accumulation * sequences * self.seq_len)
+
+    @contextmanager
+    def _tracing(self, without: Iterable[Axis] = ()) -> Iterator[None]:
+        """What modules read while they are traced; axes in `without` belong to an enclosing vmap."""
+        with use_rules(self.rules, self.mesh, without), use_attention(self.config), use_recipe(self.config.precision):
+            yield
 
     @property
     def replicas(self) -> int:
@@ -359,7 +367,7 @@ def jit_evaluate(step: Step) -> Callable[..., tuple[jax.Array, jax.Array]]:
 
 def compile_step(step: Step, abstract: TrainState, batch: Batch, donate: bool = True) -> jax.stages.Compiled:
     """Compile `Step.train_step` for these shapes and shardings, with the xla options; a mismatch is an error."""
-    options = compiler_options(step.config.xla, step.mesh)
+    options = compiler_options(run_options(step.config), step.mesh)
     return lower_step(step, abstract, batch, donate).compile(compiler_options=options or None)
 
 

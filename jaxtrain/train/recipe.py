@@ -1,0 +1,30 @@
+"""Whether the cards of a run can compute as precision.recipe says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtrain.config import ConfigError, PrecisionConfig
+from jaxtrain.ops.low_precision import recipe_of
+from jaxtrain.ops.recipes import RECIPES
+
+
+def check_recipe(config: PrecisionConfig, device: Any) -> tuple[str, ...]:
+    """A note of how the recipe is computed here; raises ConfigError for a card that cannot. CPUs compute any recipe."""
+    recipe = recipe_of(config)
+    if recipe is None:
+        return ()
+    kinds = ", ".join(config.recipe_kinds)
+    capability = getattr(device, "compute_capability", None)
+    if device.platform == "cpu":
+        return (f"matmuls of {kinds} by {recipe.title}: on CPUs with the same values, and no gain in speed",)
+    if capability is None:
+        return ()
+    have = tuple(map(int, str(capability).split(".")))
+    if have < recipe.capability:
+        fit = [name for name, each in RECIPES.items() if have >= each.capability]
+        raise ConfigError(
+            f"precision.recipe {recipe.name} needs compute capability {'.'.join(map(str, recipe.capability))}, and "
+            f"{device.device_kind} has {capability}: use {' or '.join(fit) if fit else 'precision.recipe: null'}"
+        )
+    return (f"matmuls of {kinds} by {recipe.title}; jaxtrain compile lists them in the compiled program",)
