@@ -158,6 +158,11 @@ def make_report(
     matmuls = low_precision_matmuls(program, answer["recipe"])
     if request["target"] == "cuda":
         check_low_precision(matmuls, answer["recipe"], config.precision.compute)
+    if matmuls:
+        notes.append(
+            f"matmuls in 8 bits are counted at the card's {config.precision.compute} peak: they are shorter, and cover "
+            "less of the transfers than is shown"
+        )
     if request["target"] == "cpu":
         notes.append(CPU_NOTE)
     return ProgramReport(

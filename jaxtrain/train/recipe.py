@@ -27,4 +27,7 @@ def check_recipe(config: PrecisionConfig, device: Any) -> tuple[str, ...]:
             f"precision.recipe {recipe.name} needs compute capability {'.'.join(map(str, recipe.capability))}, and "
             f"{device.device_kind} has {capability}: use {' or '.join(fit) if fit else 'precision.recipe: null'}"
         )
-    return (f"matmuls of {kinds} by {recipe.title}; jaxtrain compile lists them in the compiled program",)
+    return (
+        f"matmuls of {kinds} by {recipe.title}; jaxtrain compile lists them in the compiled program; MFU is that of the "
+        f"{config.compute} peak",
+    )

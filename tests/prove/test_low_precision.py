@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +15,8 @@ from jaxtrain.checkpoint import Checkpoints
 from jaxtrain.checkpoint.order import CheckpointOrder
 from jaxtrain.config import CheckpointConfig, RunConfig, load_config, replace
 from jaxtrain.data import IGNORE
-from jaxtrain.ops import dispatch, linear
+from jaxtrain.ops import dispatch, linear, low_precision
+from jaxtrain.ops.recipes import RECIPES
 from jaxtrain.prove.batches import adversarial_batches
 from jaxtrain.prove.layouts import parse_layout
 from jaxtrain.prove.low_precision import verify_precision
@@ -27,28 +29,43 @@ from jaxtrain.train.step import compile_step
 MODELS = ("gpt2.yaml", "models/llama3_8b.yaml", "gpt_oss_20b.yaml", "deepseek_v3.yaml")
 
 
-def failures(name: str, layouts: str = "data=1", compute: str = "bfloat16") -> list[str]:
+ACCUMULATED = "data=4, rules.preset=[fsdp], train.accumulation=2, remat.policy=full"
+
+
+def failures(name: str, layouts: str = "data=1", precision: str = "bfloat16") -> list[str]:
     """The leaves, or errors, that fail a layout each; nothing else than passing and failing happens."""
-    report = verify_precision(load_config(name), compute, layouts, jax.devices())
+    report = verify_precision(load_config(name), precision, layouts, jax.devices())
     assert len(report.results) == len(layouts.split(";")) and not report.counts["refused"], report.results
     return [f"{r.failure.kind} {r.failure.leaf}" if r.failure else r.reason for r in report.faults]
 
 
 @pytest.mark.parametrize(
-    ("name", "layouts"),
+    ("name", "layouts", "precision"),
     [
-        ("models/llama3_8b.yaml", "data=4, rules.preset=[fsdp], train.accumulation=2, remat.policy=full"),
-        ("gpt_oss_20b.yaml", "expert=2, rules.preset=[fsdp]"),
+        ("models/llama3_8b.yaml", ACCUMULATED, "float8"),
+        ("gpt_oss_20b.yaml", "expert=2, rules.preset=[fsdp]", "bfloat16"),
     ],
 )
-def test_no_leaf_is_twice_as_far_from_float32_as_an_ideal_step(name: str, layouts: str) -> None:
-    assert failures(name, layouts) == []
+def test_no_leaf_is_twice_as_far_from_float32_as_an_ideal_step(name: str, layouts: str, precision: str) -> None:
+    assert failures(name, layouts, precision) == []
 
 
 @pytest.mark.prove
 @pytest.mark.parametrize("name", MODELS)
 def test_no_layout_loses_precision(name: str) -> None:
-    report = verify_precision(load_config(name), "bfloat16", "all", jax.devices())
+    no_layout_fails(name, "bfloat16")
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(
+    ("name", "recipe"), [*product(["models/llama3_8b.yaml"], RECIPES), ("deepseek_v3.yaml", "float8")]
+)
+def test_no_layout_changes_what_a_recipe_computes(name: str, recipe: str) -> None:
+    no_layout_fails(name, recipe)
+
+
+def no_layout_fails(name: str, precision: str) -> None:
+    report = verify_precision(load_config(name), precision, "all", jax.devices())
     assert report.passed, report.faults
     assert report.counts["passed"] >= 12
 
@@ -85,6 +102,19 @@ def test_a_planted_sum_in_16_bits_is_reported(fault: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(module, attribute, value)
     [failure] = failures(name)
     assert leaf in failure
+
+
+@pytest.mark.prove
+def test_a_planted_second_rounding_of_gathered_weights_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(weight: Any, gathered: Any) -> Any:
+        # The ideal step gathers nothing.
+        return weight if gathered is None else weight._replace(
+            values=weight.values.astype(jnp.float8_e5m2).astype(weight.values.dtype)
+        )  # fmt: skip
+
+    monkeypatch.setattr(low_precision, "_gather", rounded)
+    [failure] = failures("models/llama3_8b.yaml", ACCUMULATED, "float8")
+    assert failure.startswith("rounding")
 
 
 @pytest.mark.prove
