@@ -27,7 +27,5 @@ def check_recipe(config: PrecisionConfig, device: Any) -> tuple[str, ...]:
             f"precision.recipe {recipe.name} needs compute capability {'.'.join(map(str, recipe.capability))}, and "
             f"{device.device_kind} has {capability}: use {' or '.join(fit) if fit else 'precision.recipe: null'}"
         )
-    return (
-        f"matmuls of {kinds} by {recipe.title}; jaxtrain compile lists them in the compiled program; MFU is that of the "
-        f"{config.compute} peak",
-    )
+    listed = "jaxtrain compile lists them in the compiled program"
+    return (f"matmuls of {kinds} by {recipe.title}; {listed}; MFU is that of the {config.compute} peak",)

@@ -1,7 +1,7 @@
 """Held-out loss of configs/tiny.yaml in float32, bfloat16 and with recipes of 8 bits: the same data and seeds.
 
-Prints the loss of each run, and of each precision the gap of its mean to that of bfloat16; on a CPU the recipes quantize
-the same values as on a GPU. A run takes about five minutes on two cores.
+Prints the loss of each run, and of each precision the gap of its mean to that of bfloat16. On a CPU the recipes
+quantize the same values as on a GPU. A run takes about five minutes on two cores.
 
 python tools/bench/precision.py [--steps 320] [--seeds 3] [--config tiny] [--json FILE]
 """
