@@ -25,6 +25,7 @@ PROVE_random := tests/prove/test_random_configurations.py tests/prove/test_rando
 PROVE_supervisor := tests/launch/test_supervised_runs.py tests/launch/test_supervisor.py tests/launch/test_nodes.py
 PROVE_schedulers := tests/prove/test_schedulers.py tests/prove/test_network.py
 PROVE_structures := tests/prove/test_shipped_structures.py::test_every_layout_of_a_dense_structure
+PROVE_settings := tests/prove/test_shipped_structures.py::test_every_layout_of_other_settings
 PROVE_mixtures := tests/prove/test_shipped_structures.py::test_every_layout_of_a_mixture
 PROVE_context := tests/train/test_context_training.py
 PROVE_layouts := tests/train/test_mixture_layouts.py tests/train/test_mtp_layouts.py

@@ -36,26 +36,36 @@ def structures() -> dict[str, RunConfig]:
 
 
 def prove_every_layout(name: str) -> None:
-    report = verify(structures()[name], "all", jax.devices()[:8])
+    report = verify(STRUCTURES[name], "all", jax.devices()[:8])
     show_report(report, Console(width=160))
     assert not report.faults, "\n".join(fault_lines(report))
     assert report.counts["passed"] >= 20
     assert max(r.worst.error for r in report.results if r.worst and r.worst.kind == "gradient") <= 2e-5
 
 
-# Two tests, so that each is a part of `make prove` of half an hour.
+# Three tests, so that each is a part of `make prove` of half an hour.
+STRUCTURES = structures()
+MIXTURES = [name for name, config in STRUCTURES.items() if config.model.moe.experts]
+
+
 @pytest.mark.prove
-@pytest.mark.parametrize("name", [name for name, config in structures().items() if not config.model.moe.experts])
+@pytest.mark.parametrize("name", [name for name in STRUCTURES if name not in (*MIXTURES, *EXTRA)])
 def test_every_layout_of_a_dense_structure(name: str) -> None:
     prove_every_layout(name)
 
 
 @pytest.mark.prove
-@pytest.mark.parametrize("name", [name for name, config in structures().items() if config.model.moe.experts])
+@pytest.mark.parametrize("name", MIXTURES)
 def test_every_layout_of_a_mixture(name: str) -> None:
     prove_every_layout(name)
 
 
+@pytest.mark.prove
+@pytest.mark.parametrize("name", [name for name in EXTRA if name in STRUCTURES])
+def test_every_layout_of_other_settings(name: str) -> None:
+    prove_every_layout(name)
+
+
 def test_every_shipped_structure_is_covered() -> None:
-    small = list(map(shrink, structures().values()))
+    small = list(map(shrink, STRUCTURES.values()))
     assert all(shrink(load_config(f"models/{name}.yaml")) in small for name in CONFIGS)
