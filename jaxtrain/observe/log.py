@@ -186,9 +186,12 @@ class _Wandb:
             project=project, id=file.read_text(), name=run_dir.resolve().name, dir=str(run_dir), resume="allow",
             config=dict(settings or {}),
         )  # fmt: skip
+        # W&B's own step only grows: it would drop the rows of a run that went back to an earlier checkpoint.
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._run.log(_numbers(row), step=row["step"])
+        self._run.log({**_numbers(row), "step": row["step"]})
 
     def close(self) -> None:
         self._run.finish()

@@ -21,6 +21,8 @@ from jaxtrain.nn.layer_table import mixture_layers
 from jaxtrain.nn.model import Model
 
 Tree = Any
+# 58 layers of 256 experts would write 70 kB a step.
+LOADS_A_STEP = 2048
 
 
 def check_experts(config: ModelConfig) -> None:
@@ -31,6 +33,12 @@ def check_experts(config: ModelConfig) -> None:
             f"model.moe.buffer {moe.buffer} has no effect beside model.moe.capacity {moe.capacity}, which bounds what "
             "a device receives: set one of them to null"
         )
+
+
+def loads_every(config: ModelConfig) -> int:
+    """Steps from one recorded expert_load to the next: at most LOADS_A_STEP numbers a step on average."""
+    layers = sum(mixture_layers(config).values())
+    return max(1, -(-layers * config.moe.experts // LOADS_A_STEP))
 
 
 def needs_loads(config: ModelConfig) -> bool:

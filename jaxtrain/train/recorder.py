@@ -11,7 +11,7 @@ import jax
 
 from jaxtrain.data import Corpus
 from jaxtrain.observe.log import Log, MetricsRow
-from jaxtrain.train.experts import traffic_metrics
+from jaxtrain.train.experts import loads_every, traffic_metrics
 from jaxtrain.train.phase_steps import PhaseSteps
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.skipped import diverged, why_skipped
@@ -103,6 +103,8 @@ class Recorder:
         counters.tokens += values["scored_tokens"] if applied else 0
         counters.skipped += not applied
         traffic_PP = values.pop("expert_traffic", None)
+        if step % loads_every(self._bound.config.model):
+            values.pop("expert_load", None)
         row = {"step": step, **values, "tokens_total": counters.tokens, "skipped_total": counters.skipped}
         row["records_skipped"] = self._corpus.skipped
         row |= self._experts(step, traffic_PP, values.get("overflowed", 0))

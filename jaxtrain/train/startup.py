@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxtrain.config import RunConfig
 from jaxtrain.data import Corpus
 from jaxtrain.mesh.param import show_axes
+from jaxtrain.train.experts import loads_every
 from jaxtrain.train.resolve import Bound
 from jaxtrain.train.state import state_bytes_per_device
 
@@ -43,6 +44,11 @@ def startup_report(bound: Bound, corpus: Corpus) -> list[str]:
             "experts in a forward pass of its own before the first one"
             for shape in dict.fromkeys(bound.batch_shapes)
             if bound.step.counts_first(shape.accumulation)
+        ),
+        *(
+            f"expert_load is recorded every {every} steps only: it has {config.model.moe.experts} numbers a layer"
+            for every in [loads_every(config.model)]
+            if every > 1
         ),
         f"corpus: {numbers}",
         f"tokenizer: {corpus.tokenizer.describe()}",
