@@ -3,7 +3,7 @@
 from jaxtrain.data.corpus import Corpus, Documents, prepare
 from jaxtrain.data.packing import FIELDS, HostBatch, fill_rate
 from jaxtrain.data.phases import Phase, phase_at, phases_of
-from jaxtrain.data.readers import TokenIds, Turn
+from jaxtrain.data.records import TokenIds, Turn
 from jaxtrain.data.registered import SOURCES, DocumentSource
 from jaxtrain.data.stream import (
     Batches,

@@ -18,7 +18,8 @@ from jaxtrain.config.data import EXAMPLE_SOURCES, source_syntax
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.documents import DocumentNames, Documents, Flat, join_documents
 from jaxtrain.data.files import fingerprint
-from jaxtrain.data.readers import SCORED_ROLES, BadRecord, Record, TokenIds
+from jaxtrain.data.readers import BadRecord, Record
+from jaxtrain.data.records import SCORED_ROLES, TokenIds
 from jaxtrain.data.sources import (
     Listing,
     Tally,

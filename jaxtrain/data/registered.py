@@ -31,21 +31,8 @@ import numpy as np
 
 from jaxtrain.config import ConfigError, Registry, SourceConfig, nearest
 from jaxtrain.data.files import File, unreadable
-from jaxtrain.data.readers import (
-    BadRecord,
-    Content,
-    FileSpan,
-    Item,
-    Kind,
-    Record,
-    TokenIds,
-    Turn,
-    UnfitError,
-    check_text,
-    content_of,
-    token_ids,
-    whole,
-)
+from jaxtrain.data.readers import BadRecord, FileSpan, Item, Kind, Record, whole
+from jaxtrain.data.records import Content, TokenIds, Turn, UnfitError, check_text, content_of, token_ids
 
 REGISTERED_URL = "registered:"
 Document = str | TokenIds | np.ndarray | tuple[Turn, ...] | Mapping[str, Any]

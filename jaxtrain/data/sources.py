@@ -16,7 +16,8 @@ from jaxtrain.config import ConfigError, SourceConfig
 from jaxtrain.config.data import SOURCE_SUFFIXES
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import File, digest_of, fingerprint, list_files, stat, unreadable
-from jaxtrain.data.readers import FILE_KINDS, BadRecord, Content, FileSpan, Item, Record, read_text, whole
+from jaxtrain.data.readers import FILE_KINDS, BadRecord, FileSpan, Item, Record, read_text, whole
+from jaxtrain.data.records import Content
 from jaxtrain.data.registered import REGISTERED, REGISTERED_URL, registered_file
 
 READERS = {**FILE_KINDS, "registered": REGISTERED}

@@ -28,7 +28,8 @@ from jaxtrain.config import ConfigError, RunConfig
 from jaxtrain.data.corpus import cache_of, encode_records, list_sources, progress_bar, sidecars_of, tokenizer_of
 from jaxtrain.data.ends import TOKENIZER_CONFIG, ends_file
 from jaxtrain.data.files import fingerprint, unreadable
-from jaxtrain.data.readers import FileSpan, Record, TokenIds
+from jaxtrain.data.readers import FileSpan, Record
+from jaxtrain.data.records import TokenIds
 from jaxtrain.data.sources import Listing, Tally
 from jaxtrain.data.tokenfiles import (
     PARTIAL,

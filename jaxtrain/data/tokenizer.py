@@ -16,7 +16,7 @@ from jaxtrain.config import ConfigError, RunConfig, TokenizerConfig
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.ends import BOS, EOS, TOKENIZER_CONFIG, Ends, choose_ends, old_ends
 from jaxtrain.data.files import fingerprint, unreadable
-from jaxtrain.data.readers import Content, TokenIds, Turn
+from jaxtrain.data.records import Content, TokenIds, Turn
 from jaxtrain.data.sentencepiece import convert
 from jaxtrain.data.text_settings import IGNORED, TREATMENT, text_settings
 

@@ -11,7 +11,7 @@ import jax
 from jaxtrain.config import ConfigError
 from jaxtrain.data import IGNORE, Corpus, TextTokenizer, held_out_batches, prepare
 from jaxtrain.data.ends import stop_ids
-from jaxtrain.data.readers import Turn
+from jaxtrain.data.records import Turn
 from jaxtrain.nn.generate import sample
 from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.reading import open_run, say

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from jaxtrain.config import ConfigError, RunConfig, replace, validate
 from jaxtrain.data import IGNORE, Corpus, Documents, held_out_batches, prepare
 from jaxtrain.data.preview import preview
-from jaxtrain.data.readers import Turn
+from jaxtrain.data.records import Turn
 from jaxtrain.data.tokenizer import load_tokenizer
 from jaxtrain.train.batch import shard_batch
 from jaxtrain.train.startup import unscored_notes

@@ -1,0 +1,145 @@
+"""Records -> documents: what one record holds is text, token ids, a prompt with its response, or a chat.
+
+A value that is no document is an `UnfitError`; the reader of its file adds where it stands.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.config import SourceConfig, nearest
+
+# Roles of the model in published chats.
+SCORED_ROLES = ("assistant", "model", "gpt")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A part of a document: its text, whether its tokens are scored, whether names of special tokens are special."""
+
+    text: str
+    scored: bool
+    special: bool = False
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Token ids of a document (any integer dtype), and which of them are scored as targets (bool; None is all)."""
+
+    ids: np.ndarray
+    scored: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+Content = str | TokenIds | tuple[Turn, ...]
+
+
+class UnfitError(ValueError):
+    """A value that is no document; the reader adds its line, row or record."""
+
+
+def decode(data: bytes) -> str:
+    """UTF-8 text without a byte order mark; raises ValueError for zero bytes and for bytes that are not UTF-8."""
+    if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise UnfitError("UTF-16 text, by its byte order mark: convert it (iconv -f UTF-16 -t UTF-8)")
+    data = data.removeprefix(codecs.BOM_UTF8)
+    if (at := data.find(0)) >= 0:
+        raise UnfitError(f"binary, not text (a zero byte at offset {at})")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnfitError(f"not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start})") from None
+
+
+def content_of(value: Any, source: SourceConfig) -> Content:
+    """The document in one record: text, token ids, prompt and response, or a chat; raises ValueError when unfit."""
+    if not isinstance(value, Mapping):
+        raise UnfitError(f"a {type(value).__name__}, not an object with fields")
+    if source.messages_field:
+        return _chat(_field(value, source.messages_field), source)
+    if source.prompt_field and source.response_field:
+        prompt, response = (_text(_field(value, name), name) for name in (source.prompt_field, source.response_field))
+        if not response:
+            raise UnfitError(f"the field {source.response_field!r} is empty: there is nothing to score")
+        return Turn(prompt, False), Turn(response, True)
+    name = source.field or "text"
+    found = _field(value, name)
+    if isinstance(found, bytes):
+        return decode(found)
+    return _text(found, name) if isinstance(found, str) else token_ids(found, name)
+
+
+def _field(value: Mapping[str, Any], name: str) -> Any:
+    if name not in value:
+        raise UnfitError(
+            f"there is no field {name!r}{nearest(name, value)}; it has {', '.join(map(str, value)) or 'none'}: "
+            "set field of the source"
+        )
+    return value[name]
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise UnfitError(f"the field {name!r} is {_short(value)}, not text")
+    return check_text(value, f"the field {name!r}")
+
+
+def check_text(text: str, what: str) -> str:
+    """The text; raises UnfitError when it cannot be encoded as UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UnfitError(f"{what} has a lone surrogate at character {error.start}, no text") from None
+    return text
+
+
+def token_ids(value: Any, name: str) -> TokenIds:
+    """Token ids of a list; raises ValueError when it is none."""
+    try:
+        ids = np.asarray(value) if value is not None else None
+    except ValueError:
+        ids = None
+    if ids is None or ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise UnfitError(f"the field {name!r} is {_short(value)}, neither text nor a list of token ids")
+    return TokenIds(ids)
+
+
+def _chat(messages: Any, source: SourceConfig) -> tuple[Turn, ...]:
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not len(messages):
+        raise UnfitError(f"the field {source.messages_field!r} is {_short(messages)}, not a list of messages")
+    turns: list[Turn] = []
+    for message in messages:
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise UnfitError(f"a message is {_short(message)}, not an object with role and content")
+        role, content = message["role"], _text(message["content"], "content")
+        if not isinstance(role, str) or role not in source.template:
+            raise UnfitError(
+                f"the role {role!r} is not in the source's template{nearest(str(role), source.template)}, "
+                f"which has {', '.join(source.template)}: add it there"
+            )
+        before, after = source.template[role]
+        scored = role in SCORED_ROLES
+        turns += [Turn(before, False, True), Turn(content, scored), Turn(after, scored, True)]
+    return tuple(turns)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def ids_of(data: bytes, dtype: str, masked: bool) -> TokenIds:
+    """Token ids of a record, little-endian; with `masked`, one byte a token follows: whether it is scored."""
+    width = np.dtype(dtype).newbyteorder("<")
+    count, rest = divmod(len(data), width.itemsize + masked)
+    if rest:
+        raise UnfitError(f"{len(data)} bytes, no whole number of {dtype} token ids")
+    scored = np.frombuffer(data, np.bool_, offset=count * width.itemsize) if masked else None
+    return TokenIds(np.frombuffer(data, width, count), scored)
