@@ -222,7 +222,8 @@ def sidecars_of(listing: Listing) -> list[tuple[Path, Sidecar]]:
 def _mapped(listing: Listing, tokenizer: TextTokenizer, cache: Path) -> _SourceCorpus:
     """Token files, read in place."""
     source = listing.source
-    opened = [open_token_file(file, source, tokenizer.eos, tokenizer.vocab_size, cache) for file in listing.files]
+    ids = (tokenizer.bos, tokenizer.eos, tokenizer.vocab_size)
+    opened = [open_token_file(file, source, *ids, cache) for file in listing.files]
     names = DocumentNames(
         [file.name for file in listing.files],
         np.repeat(np.arange(len(opened), dtype=np.int32), [len(file.starts) for file in opened]),
@@ -304,7 +305,7 @@ def _tokenize(
     if not tally.documents and share is None:
         raise ConfigError(
             f"{listing.where}.{listing.source.kind} is {listing.source.path!r}: its {len(listing.files)} files hold no "
-            f"document ({tally.empty} empty, {tally.skipped} unreadable): bring text"
+            f"document ({tally.plus(listing.tally).outcome()}): bring text"
         )
     if not masked:
         (folder / "scored.bin").unlink()

@@ -177,7 +177,8 @@ def _list_local(source: SourceConfig, where: str) -> Iterator[tuple[File, bool]]
             if Path(path).is_file():
                 yield _stat_or_dangling(Path(path), Path(path).relative_to(base).as_posix()), False
     else:
-        raise ConfigError(f"{where} is {source.path!r}: there is no file or folder {root.absolute()}")
+        prefix = f": Megatron's prefix is not enough, name {root}.bin" if Path(f"{root}.bin").is_file() else ""
+        raise ConfigError(f"{where} is {source.path!r}: there is no file or folder {root.absolute()}{prefix}")
 
 
 def _fixed(pattern: Path) -> Path:

@@ -7,7 +7,6 @@ What cannot be read is a `BadRecord`; the caller decides between an error and a 
 from __future__ import annotations
 
 import codecs
-import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,12 +21,13 @@ import pyarrow.parquet as pq
 from array_record.python.array_record_module import ArrayRecordReader
 
 from jaxtrain.config import ConfigError, SourceConfig, nearest
+from jaxtrain.data.compression import CODEC_HEAD, WINDOW_FAULT, codec_of, uncompressed
 from jaxtrain.data.files import READ_BLOCK, File, unreadable
-from jaxtrain.data.records import Content, UnfitError, content_of, decode, ids_of
+from jaxtrain.data.foreign import HEAD, foreign_head, recompress
+from jaxtrain.data.records import MESSAGE_KEYS, Content, UnfitError, chat_fix, content_of, decode, ids_of
 from jaxtrain.data.tf_example import read_example
 from jaxtrain.data.tokenfiles import read_sidecar
 
-CODECS = {".gz": "gzip", ".zst": "zstd"}
 RECORDS_PER_READ = 1024
 
 
@@ -53,10 +53,11 @@ class Record:
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be read: its file, and a message with the line, row or record and what is wrong."""
+    """A record that cannot be read: its file, a message with the line, row or record and what is wrong, and a fix."""
 
     file: File
     message: str
+    fix: str = "fix it"
 
 
 Item = Record | BadRecord
@@ -77,16 +78,23 @@ def whole(file: File, size: int) -> Iterator[FileSpan]:
 
 def read_text(span: FileSpan, source: SourceConfig | None = None, cache: Path | None = None) -> Iterator[Item]:
     """A file of UTF-8 text is one document; a file of white space is none."""
+    found = None
     try:
         if not span.file.remote and Path(span.file.url).exists() and not Path(span.file.url).is_file():
             yield BadRecord(span.file, f"{span.file.url} is no regular file")
             return
         data = span.file.read()
+        found = foreign_head(span.file, data[:HEAD], "text")
+        if found and found.is_text:
+            raise UnfitError(found.what)
         text = decode(data)
     except OSError as error:
         yield BadRecord(span.file, f"{span.file.url} cannot be read ({unreadable(error)})")
     except UnfitError as error:
-        yield BadRecord(span.file, f"{span.file.url} is {error}")
+        # What is text may begin like a file of another kind.
+        yield BadRecord(
+            span.file, f"{span.file.url} is {found.what if found else error}", *([found.fix] if found else [])
+        )
     else:
         if text.strip():
             yield Record(span.file, None, text)
@@ -94,11 +102,15 @@ def read_text(span: FileSpan, source: SourceConfig | None = None, cache: Path | 
 
 def split_lines(file: File, size: int) -> Iterator[FileSpan]:
     """Uncompressed JSON lines are cut at line ends about `size` bytes apart; a compressed file is one span."""
-    if Path(file.name).suffix in CODECS or file.size <= size:
+    if file.size <= size:
         yield from whole(file, size)
         return
     lo, line = 0, 0
     with file.open() as stream:
+        if codec_of(stream.read(CODEC_HEAD)):
+            yield from whole(file, size)
+            return
+        stream.seek(0)
         while lo < file.size:
             hi, lines = lo, 0
             while hi - lo < size and (block := stream.read(min(16 * READ_BLOCK, size))):
@@ -116,30 +128,17 @@ def read_jsonl(span: FileSpan, source: SourceConfig, cache: Path) -> Iterator[It
     number = span.first
     try:
         with span.file.open() as raw:
-            codec = CODECS.get(Path(span.file.name).suffix)
-            # Arrow's streams cannot read lines.
-            stream: Any = io.BufferedReader(pa.CompressedInputStream(raw, codec), READ_BLOCK) if codec else raw  # type: ignore[type-var]
+            stream, codec = uncompressed(raw)
             if not codec:
                 raw.seek(span.lo)
             at = span.lo
             while (codec or at < span.hi) and (line := stream.readline()):
                 number, at = number + 1, at + len(line)
-                if number == 1:
-                    _check_lines(span.file, line)
                 if line.strip().removeprefix(codecs.BOM_UTF8):
                     yield _json_record(span.file, number, line, source, f"line {number}")
     except (OSError, EOFError) as error:
-        yield BadRecord(span.file, f"{span.file.url} cannot be read past line {number} ({unreadable(error)})")
-
-
-def _check_lines(file: File, first: bytes) -> None:
-    """Raise ConfigError for a file of JSON that is not one object a line."""
-    start = first.removeprefix(codecs.BOM_UTF8).strip()
-    if start.startswith(b"[") or start == b"{":
-        what = "a JSON array" if start.startswith(b"[") else "a JSON object over several lines"
-        raise ConfigError(
-            f"{file.url} is {what}, not one object a line: convert it (jq -c '.[]' for an array, jq -c . for objects)"
-        )
+        message = f"{span.file.url} cannot be read past line {number} ({unreadable(error)})"
+        yield BadRecord(span.file, message, *([recompress(span.file)] if WINDOW_FAULT in str(error) else []))
 
 
 def _json_record(file: File, number: int, line: bytes, source: SourceConfig, where: str) -> Item:
@@ -170,7 +169,7 @@ def read_parquet(span: FileSpan, source: SourceConfig, cache: Path) -> Iterator[
     try:
         with span.file.open() as stream:
             table = pq.ParquetFile(stream)
-            columns = _columns(table.schema_arrow.names, source, span.file)
+            columns = _columns(table.schema_arrow, source, span.file)
             for batch in table.iter_batches(RECORDS_PER_READ, list(range(span.lo, span.hi)), columns):
                 yield from _rows(span.file, number, batch, source)
                 number += batch.num_rows
@@ -193,7 +192,7 @@ def read_arrow(span: FileSpan, source: SourceConfig, cache: Path) -> Iterator[It
             for index, batch in enumerate(_arrow(stream)):
                 if not span.lo <= index < span.hi:
                     continue
-                columns = _columns(batch.schema.names, source, span.file)
+                columns = _columns(batch.schema, source, span.file)
                 yield from _rows(span.file, number, batch.select(columns), source)
                 number += batch.num_rows
     except (OSError, pa.ArrowException) as error:
@@ -212,17 +211,24 @@ def _arrow(stream: Any) -> Iterator[pa.RecordBatch]:
         yield reader.get_batch(index)
 
 
-def _columns(names: Sequence[str], source: SourceConfig, file: File) -> list[str]:
+def _columns(schema: pa.Schema, source: SourceConfig, file: File) -> list[str]:
     """The columns that are read; raises ConfigError when one is missing."""
-    settings = ("messages_field", "prompt_field", "response_field")
+    names, settings = schema.names, ("messages_field", "prompt_field", "response_field")
     wanted = {s: str(getattr(source, s)) for s in settings if getattr(source, s)} or {"field": source.field or "text"}
     for setting, name in wanted.items():
         if name not in names:
+            chat = next((column.name for column in schema if _is_chat_column(column.type)), None)
+            fix = f"set {setting} of the source" if chat is None or source.messages_field else chat_fix(chat)
             raise ConfigError(
-                f"{file.url} has no column {name!r}{nearest(name, names)}; it has {', '.join(names)}: "
-                f"set {setting} of the source"
+                f"{file.url} has no column {name!r}{nearest(name, names)}; it has {', '.join(names)}: {fix}"
             )
     return list(wanted.values())
+
+
+def _is_chat_column(kind: pa.DataType) -> bool:
+    lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    fields = [field.name for field in kind.value_type] if lists and pa.types.is_struct(kind.value_type) else []
+    return any(set(keys) <= set(fields) for keys in MESSAGE_KEYS)
 
 
 def _rows(file: File, first: int, batch: pa.RecordBatch, source: SourceConfig) -> Iterator[Item]:

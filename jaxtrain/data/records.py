@@ -6,6 +6,9 @@ A value that is no document is an `UnfitError`; the reader of its file adds wher
 from __future__ import annotations
 
 import codecs
+import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +17,8 @@ import numpy as np
 
 from jaxtrain.config import SourceConfig, nearest
 
+# The keys of OpenAI's messages, and of ShareGPT's.
+MESSAGE_KEYS = (("role", "content"), ("from", "value"))
 # Roles of the model in published chats.
 SCORED_ROLES = ("assistant", "model", "gpt")
 
@@ -76,28 +81,38 @@ def content_of(value: Any, source: SourceConfig) -> Content:
     return _text(found, name) if isinstance(found, str) else token_ids(found, name)
 
 
+def json_path(key: str) -> str:
+    """jq's filter for the items of the list under a key."""
+    return f".{key}[]" if re.fullmatch(r"[A-Za-z_]\w*", key, re.ASCII) else f".[{json.dumps(key)}][]"
+
+
 def _field(value: Mapping[str, Any], name: str) -> Any:
     if name not in value:
-        raise UnfitError(
-            f"there is no field {name!r}{nearest(name, value)}; it has {', '.join(map(str, value)) or 'none'}: "
-            "set field of the source"
-        )
+        has = f"there is no field {name!r}{nearest(name, value)}; it has {', '.join(map(str, value)) or 'none'}"
+        for key, items in value.items():
+            if is_chat(items):
+                raise UnfitError(f"{has}: {chat_fix(key)}")
+            if isinstance(items, list) and items and isinstance(items[0], Mapping) and name in items[0]:
+                raise UnfitError(
+                    f"{has}, a list of such records: convert the file (jq -c {shlex.quote(json_path(key))} old > new.jsonl)"
+                )
+        raise UnfitError(f"{has}: set field of the source")
     return value[name]
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise UnfitError(f"the field {name!r} is {_short(value)}, not text")
-    return check_text(value, f"the field {name!r}")
+    return clean_text(value, f"the field {name!r}")
 
 
-def check_text(text: str, what: str) -> str:
-    """The text; raises UnfitError when it cannot be encoded as UTF-8."""
+def clean_text(text: str, what: str) -> str:
+    """The text without a byte order mark at its beginning; raises UnfitError when it cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UnfitError(f"{what} has a lone surrogate at character {error.start}, no text") from None
-    return text
+    return text.removeprefix("\ufeff")
 
 
 def token_ids(value: Any, name: str) -> TokenIds:
@@ -107,8 +122,26 @@ def token_ids(value: Any, name: str) -> TokenIds:
     except ValueError:
         ids = None
     if ids is None or ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-        raise UnfitError(f"the field {name!r} is {_short(value)}, neither text nor a list of token ids")
+        fix = f": {chat_fix(name)}" if is_chat(value) else ""
+        raise UnfitError(f"the field {name!r} is {_short(value)}, neither text nor a list of token ids{fix}")
     return TokenIds(ids)
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is a list of messages."""
+    return isinstance(value, list) and bool(value) and _message_keys(value[0]) is not None
+
+
+def chat_fix(name: str) -> str:
+    """What to set for a field that holds a chat."""
+    return f"{name} is a chat: set messages_field: {name} and a template of the source"
+
+
+def _message_keys(message: Any) -> tuple[str, str] | None:
+    """The keys of a message's role and text; None of anything else."""
+    if not isinstance(message, Mapping):
+        return None
+    return next((keys for keys in MESSAGE_KEYS if set(keys) <= set(message)), None)
 
 
 def _chat(messages: Any, source: SourceConfig) -> tuple[Turn, ...]:
@@ -116,9 +149,12 @@ def _chat(messages: Any, source: SourceConfig) -> tuple[Turn, ...]:
         raise UnfitError(f"the field {source.messages_field!r} is {_short(messages)}, not a list of messages")
     turns: list[Turn] = []
     for message in messages:
-        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
-            raise UnfitError(f"a message is {_short(message)}, not an object with role and content")
-        role, content = message["role"], _text(message["content"], "content")
+        keys = _message_keys(message)
+        if keys is None:
+            raise UnfitError(
+                f"a message is {_short(message)}, not an object with role and content, or ShareGPT's from and value"
+            )
+        role, content = message[keys[0]], _text(message[keys[1]], keys[1])
         if not isinstance(role, str) or role not in source.template:
             raise UnfitError(
                 f"the role {role!r} is not in the source's template{nearest(str(role), source.template)}, "

@@ -32,7 +32,7 @@ import numpy as np
 from jaxtrain.config import ConfigError, Registry, SourceConfig, nearest
 from jaxtrain.data.files import File, unreadable
 from jaxtrain.data.readers import BadRecord, FileSpan, Item, Kind, Record, whole
-from jaxtrain.data.records import Content, TokenIds, Turn, UnfitError, check_text, content_of, token_ids
+from jaxtrain.data.records import Content, TokenIds, Turn, UnfitError, clean_text, content_of, token_ids
 
 REGISTERED_URL = "registered:"
 Document = str | TokenIds | np.ndarray | tuple[Turn, ...] | Mapping[str, Any]
@@ -106,7 +106,7 @@ def _build(source: SourceConfig, where: str) -> DocumentSource:
 def _content(document: Any, source: SourceConfig) -> Content:
     """Raises UnfitError for anything that is no Document."""
     if isinstance(document, str):
-        return check_text(document, "a document")
+        return clean_text(document, "a document")
     if isinstance(document, Mapping):
         return content_of(document, source)
     if isinstance(document, tuple) and document and all(isinstance(turn, Turn) for turn in document):

@@ -16,12 +16,13 @@ from jaxtrain.config import ConfigError, SourceConfig
 from jaxtrain.config.data import SOURCE_SUFFIXES
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import File, digest_of, fingerprint, list_files, stat, unreadable
+from jaxtrain.data.foreign import foreign_file, is_blank
 from jaxtrain.data.readers import FILE_KINDS, BadRecord, FileSpan, Item, Record, read_text, whole
 from jaxtrain.data.records import Content
 from jaxtrain.data.registered import REGISTERED, REGISTERED_URL, registered_file
 
 READERS = {**FILE_KINDS, "registered": REGISTERED}
-LISTING_FORMAT = "listing-1"
+LISTING_FORMAT = "listing-2"
 # A file written this recently may be written again without a change of its time.
 UNSETTLED_S = 2.0
 REASONS = 20
@@ -42,6 +43,11 @@ class Tally:
         self.skipped += 1
         if len(self.reasons) < REASONS:
             self.reasons.append(reason)
+
+    def outcome(self) -> str:
+        """How many were empty or unreadable, and why the first was."""
+        first = f", the first: {self.reasons[0]}" if self.reasons else ""
+        return f"{self.empty} empty, {self.skipped} unreadable{first}"
 
     def plus(self, other: Tally) -> Tally:
         """The counts of both."""
@@ -109,7 +115,7 @@ def refuse_or_count(bad: BadRecord, where: str, on_bad: str, tally: Tally) -> No
         registered = bad.file.url.startswith(REGISTERED_URL)
         exclude = "" if registered else f"leave the file out with {where}.exclude: [{bad.file.name!r}], "
         raise ConfigError(
-            f"{where}: {bad.message}: fix it, {exclude}or leave such records out with data.on_bad_record: skip"
+            f"{where}: {bad.message}: {bad.fix}, {exclude}or leave such records out with data.on_bad_record: skip"
         )
     tally.skip(bad.message)
 
@@ -262,7 +268,7 @@ def _digested(source: SourceConfig, where: str, files: Sequence[File], on_bad: s
     if not found:
         raise ConfigError(
             f"{where}.{source.kind} is {source.path!r}: no file with text matches include {source.include} "
-            f"and exclude {source.exclude} ({tally.empty} empty, {tally.skipped} unreadable): "
+            f"and exclude {source.exclude} ({tally.outcome()}): "
             "widen include, or name another path"
         )
     return Listing(where, source, tuple(found), tally)
@@ -282,13 +288,20 @@ def _checked_text(file: File, where: str, on_bad: str, tally: Tally) -> bytes:
 
 
 def _checked_digest(source: SourceConfig, file: File, where: str, on_bad: str, tally: Tally) -> str:
-    """Digest of a file of records; none when it is empty or no file of its kind, which is counted."""
+    """Digest of a file of records; none when it has no bytes or is no file of its kind, which is counted.
+
+    One without records is counted too.
+    """
     if not file.size:
         tally.empty += 1
         return ""
     try:
+        if (found := foreign_file(file, source.kind)) is not None:
+            refuse_or_count(BadRecord(file, f"{file.url} is {found.what}", found.fix), where, on_bad, tally)
+            return ""
         # Reading a file's table of contents detects a truncated file before anything is built.
-        list(FILE_KINDS[source.kind].split(file, file.size))
+        spans = list(FILE_KINDS[source.kind].split(file, file.size))
+        tally.empty += not spans or (source.kind == "jsonl" and is_blank(file))
         # Object storage reports versions, and reading whole objects is slow.
         return fingerprint([file.stamp]) if file.remote and file.stamp else digest_of(file)
     except OSError as error:

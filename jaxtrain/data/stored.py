@@ -20,15 +20,16 @@ class Stored:
     """A file of numbers, sliced like an array; each slice is read on access.
 
     A memory map would keep every page it touched in this process' resident memory, and would kill the process if the
-    file was truncated meanwhile; here that is a ConfigError. Raises OSError when the file cannot be opened.
+    file was truncated meanwhile; here that is a ConfigError. The numbers begin `offset` bytes into the file. Raises
+    OSError when it cannot be opened.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype | type) -> None:
-        self._path, self._dtype = path, np.dtype(dtype)
+    def __init__(self, path: Path, dtype: np.dtype | type, offset: int = 0) -> None:
+        self._path, self._dtype, self._offset = path, np.dtype(dtype), offset
         status = os.stat(path)
         self._version = (status.st_ino, status.st_mtime_ns)
         _opened(path, self._version)
-        self._length = status.st_size // self._dtype.itemsize
+        self._length = (status.st_size - offset) // self._dtype.itemsize
 
     def __len__(self) -> int:
         return self._length
@@ -39,14 +40,14 @@ class Stored:
         width = self._dtype.itemsize
         try:
             file = _opened(self._path, self._version)
-            data = os.pread(file.number, max(stop - start, 0) * width, start * width)
+            data = os.pread(file.number, max(stop - start, 0) * width, self._offset + start * width)
         except OSError as error:
             raise ConfigError(
                 f"{self._path} cannot be read any more ({error.strerror}): restore the file, then resume"
             ) from None
         if len(data) != max(stop - start, 0) * width:
             raise ConfigError(
-                f"{self._path} was truncated during this run: {len(data)} bytes at {start * width} where "
+                f"{self._path} was truncated during this run: {len(data)} bytes at {self._offset + start * width} where "
                 f"{(stop - start) * width} were; restore the file, then resume"
             )
         return np.frombuffer(data, self._dtype)

@@ -21,9 +21,14 @@ import numpy as np
 from jaxtrain.config import ConfigError, SourceConfig
 from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import READ_BLOCK, File, fingerprint, sampled_digest, unreadable
+from jaxtrain.data.foreign import HEAD, foreign_head
 from jaxtrain.data.stored import Stored
+from jaxtrain.data.tokenheader import HEADER_BYTES, check_dtype, read_header
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
+OLD_INDEX_MAGIC = b"TNTIDX\x00\x00"
+# Endings that preprocess_data.py gives its files.
+INDEXED_STEMS = ("_document", "_sentence")
 INDEX_HEADER = struct.Struct("<9sQBQQ")
 INDEX_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 INDEX_CODES = {name: code for code, name in INDEX_DTYPES.items()}
@@ -113,7 +118,9 @@ def _sidecar(path: Path, version: int) -> Sidecar:
         raise ConfigError(f"{path} is damaged ({unreadable(error)}): write the shards again") from None
 
 
-def open_token_file(file: File, source: SourceConfig, eos: int, vocab_size: int, cache: Path) -> TokenFile:
+def open_token_file(
+    file: File, source: SourceConfig, bos: int | None, eos: int, vocab_size: int, cache: Path
+) -> TokenFile:
     """Open a token file. The ids of a file without sidecar are scanned once for each version; nothing else is read.
 
     Raises ConfigError naming the file and the token: truncated, wrong index, an id beyond the vocabulary.
@@ -122,31 +129,61 @@ def open_token_file(file: File, source: SourceConfig, eos: int, vocab_size: int,
     sidecar = None if file.remote else read_sidecar(str(path.parent))
     if sidecar and sidecar.format == "bin" and index is None:
         raise ConfigError(f"{file.url} has lost its index {path.with_suffix('.idx').name}: write the shards again")
+    header = None if sidecar else _check_head(file, path, source, index is None)
     digests = [sampled_digest(path)]
+    starts, stops, offset = None, None, 0
     if index:
         digests.append(sampled_digest(index.local(cache)))
         dtype, starts, stops = read_index(index.local(cache), file.size)
+        if not sidecar:
+            check_dtype(file, dtype, source, "its index says")
+    elif header is not None:
+        dtype, offset = header, HEADER_BYTES
+        digests.append(f"header {offset}")
     else:
-        dtype, starts, stops = np.dtype(source.dtype or "uint16").newbyteorder("<"), None, None
+        dtype = np.dtype(source.dtype or "uint16").newbyteorder("<")
     if not file.size or file.size % dtype.itemsize:
         raise ConfigError(
             f"{file.url} is truncated or not of {dtype.name}: {file.size} bytes are no whole number of "
             f"{dtype.itemsize}-byte token ids; fetch it again, or set dtype of the source"
         )
-    tokens = Stored(path, dtype)
+    tokens = Stored(path, dtype, offset)
     shard = sidecar.shard(path.stem) if sidecar else None
     largest = shard.largest if shard and shard.tokens == len(tokens) else None
     if starts is None or largest is None:
-        largest, smallest, ends = _scanned(path, file, dtype, None if starts is not None else eos, cache)
+        cut = None if starts is not None else Cut.before(bos) if offset and bos is not None else Cut.after(eos)
+        largest, smallest, ends = _scanned(path, file, dtype, offset, cut, cache)
         if smallest < 0:
             _refuse_id(file, tokens, vocab_size)
         if starts is None:
-            starts, stops = np.concatenate([[0], ends[:-1]]), ends
+            starts, stops = _documents(ends, bool(offset))
     assert largest is not None and stops is not None
     if largest >= vocab_size:
         _refuse_id(file, tokens, vocab_size)
     scored = _map_scored(file, path, len(tokens)) if sidecar and sidecar.scored else None
     return TokenFile(tokens, starts, stops, scored, fingerprint(digests, dtype.name))
+
+
+def _check_head(file: File, path: Path, source: SourceConfig, flat: bool) -> np.dtype | None:
+    """The dtype that the header of a flat file names, if it has one; raises ConfigError for what is no token file."""
+    with path.open("rb") as stream:
+        head = stream.read(HEAD)
+    if (found := foreign_head(file, head, "tokens")) is not None:
+        raise ConfigError(f"{file.url} is {found.what}: {found.fix}")
+    if flat and path.stem.endswith(INDEXED_STEMS):
+        raise ConfigError(
+            f"{file.url} has the name of Megatron's preprocess_data.py and no index {path.with_suffix('.idx').name} "
+            "beside it: fetch the index too, or rename the file if it is flat"
+        )
+    return read_header(file, head, source) if flat else None
+
+
+def _documents(ends: np.ndarray, headed: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and stops of the documents of a flat file, which end there."""
+    starts = np.concatenate([[0], ends[:-1]])
+    # With a header, the end token precedes each document: the first one ends nothing.
+    first = int(headed and len(ends) > 1 and ends[0] == 1)
+    return starts[first:], ends[first:]
 
 
 def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray, np.ndarray]:
@@ -158,6 +195,11 @@ def read_index(path: Path, size: int) -> tuple[np.dtype, np.ndarray, np.ndarray]
     header = raw[: INDEX_HEADER.size].tobytes()
     whole = len(header) == INDEX_HEADER.size
     magic, version, code, sequences, borders = INDEX_HEADER.unpack(header) if whole else (b"",) * 5
+    if header.startswith(OLD_INDEX_MAGIC):
+        raise ConfigError(
+            f"{path} is an index of Megatron's older formats (lazy, cached): write the files again with "
+            "preprocess_data.py --dataset-impl mmap"
+        )
     if magic != INDEX_MAGIC or version != 1 or code not in INDEX_DTYPES:
         raise ConfigError(
             f"{path} is no Megatron index (magic {magic!r}, version {version}, dtype {code}): remove it if the .bin is "
@@ -249,27 +291,51 @@ def _map_scored(file: File, path: Path, count: int) -> Stored:
     return Stored(beside, np.bool_)
 
 
-def _scanned(path: Path, file: File, dtype: np.dtype, eos: int | None, cache: Path) -> tuple[int, int, np.ndarray]:
-    """Largest and smallest id, and the ends of documents after each `eos`; scanned once for a file's version."""
+@dataclass(frozen=True)
+class Cut:
+    """Where a flat file is cut into documents: `shift` tokens after each `token`."""
+
+    token: int
+    shift: int
+
+    @classmethod
+    def before(cls, token: int) -> Cut:
+        """A document begins with the token."""
+        return cls(token, 0)
+
+    @classmethod
+    def after(cls, token: int) -> Cut:
+        """A document ends with the token."""
+        return cls(token, 1)
+
+
+def _scanned(
+    path: Path, file: File, dtype: np.dtype, offset: int, cut: Cut | None, cache: Path
+) -> tuple[int, int, np.ndarray]:
+    """Largest and smallest id, and the ends of documents by `cut`; scanned once for a file's version."""
 
     def scan(target: Path) -> None:
-        largest, smallest, ends, at = 0, 0, [], 0
-        for block in _blocks(path, dtype):
+        largest, smallest, found, at = 0, 0, [np.zeros(0, np.int64)], 0
+        for block in _blocks(path, dtype, offset):
             largest, smallest = max(largest, int(block.max())), min(smallest, int(block.min()))
-            if eos is not None:
-                ends.append(np.flatnonzero(block == eos) + (at + 1))
+            if cut is not None:
+                found.append(np.flatnonzero(block == cut.token) + (at + cut.shift))
             at += len(block)
-        if eos is not None and (not any(map(len, ends)) or np.concatenate(ends)[-1] != at):
-            ends.append(np.array([at]))
-        np.savez(target, range=np.array([largest, smallest]), ends=np.concatenate(ends or [np.zeros(0, np.int64)]))
+        ends = np.concatenate(found)
+        ends = ends[ends > 0]
+        if cut is not None and (not len(ends) or ends[-1] != at):
+            ends = np.append(ends, at)
+        np.savez(target, range=np.array([largest, smallest]), ends=ends)
 
-    key = fingerprint([sampled_digest(path), file.stamp, dtype.name, str(eos)])
+    parts = [sampled_digest(path), file.stamp, dtype.name, str(cut and cut.token)]
+    key = fingerprint(parts, *([f"{offset} {cut}"] if offset else []))
     found: Any = np.load(build_once(cache / "token-files" / f"{key}.npz", scan))
     return int(found["range"][0]), int(found["range"][1]), found["ends"]
 
 
-def _blocks(path: Path, dtype: np.dtype) -> Iterator[np.ndarray]:
+def _blocks(path: Path, dtype: np.dtype, offset: int) -> Iterator[np.ndarray]:
     with path.open("rb") as file:
+        file.seek(offset)
         while len(block := np.fromfile(file, dtype, 8 * READ_BLOCK)):
             yield block
 

@@ -282,8 +282,8 @@ def _write_shard(job: _Job, unit: _Unit) -> int:
 def _token_records(job: _Job, unit: _Unit, tally: Tally) -> Iterator[Record]:
     left = unit.listing.source.max_documents
     for span in unit.spans:
-        vocabulary = job.tokenizer.vocab_size
-        file = open_token_file(span.file, unit.listing.source, job.tokenizer.eos, vocabulary, job.cache)
+        ids = (job.tokenizer.bos, job.tokenizer.eos, job.tokenizer.vocab_size)
+        file = open_token_file(span.file, unit.listing.source, *ids, job.cache)
         for number, (lo, hi) in enumerate(zip(file.starts[:left].tolist(), file.stops[:left].tolist(), strict=True)):
             if lo == hi:
                 tally.empty += 1
