@@ -60,7 +60,8 @@ def foreign_head(file: File, head: bytes, kind: str) -> Foreign | None:
     if TABLE_NAME.search(file.name):
         return _table(file)
     if TAR_NAME.search(file.name) or head[257:262] == b"ustar":
-        fix = f"unpack it (mkdir unpacked; tar -xf {path} -C unpacked) and name that folder, with include: ['*.txt'] for text"
+        unpack = f"unpack it (mkdir unpacked; tar -xf {path} -C unpacked)"
+        fix = f"{unpack} and name that folder, with include: ['*.txt'] for text"
         return Foreign("a tar archive, such as WebDataset's", fix)
     if TFRECORD_NAME.search(file.name) or is_tfrecord(head):
         return _tfrecord(file)

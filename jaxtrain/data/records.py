@@ -94,7 +94,8 @@ def _field(value: Mapping[str, Any], name: str) -> Any:
                 raise UnfitError(f"{has}: {chat_fix(key)}")
             if isinstance(items, list) and items and isinstance(items[0], Mapping) and name in items[0]:
                 raise UnfitError(
-                    f"{has}, a list of such records: convert the file (jq -c {shlex.quote(json_path(key))} old > new.jsonl)"
+                    f"{has}, a list of such records: convert the file "
+                    f"(jq -c {shlex.quote(json_path(key))} old > new.jsonl)"
                 )
         raise UnfitError(f"{has}: set field of the source")
     return value[name]

@@ -47,8 +47,8 @@ class Stored:
             ) from None
         if len(data) != max(stop - start, 0) * width:
             raise ConfigError(
-                f"{self._path} was truncated during this run: {len(data)} bytes at {self._offset + start * width} where "
-                f"{(stop - start) * width} were; restore the file, then resume"
+                f"{self._path} was truncated during this run: {len(data)} bytes at {self._offset + start * width} "
+                f"where {(stop - start) * width} were; restore the file, then resume"
             )
         return np.frombuffer(data, self._dtype)
 

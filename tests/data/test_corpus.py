@@ -155,7 +155,7 @@ def test_standard_library(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"PK\x03\x04\x00\x01", r"data\.sources\[0\].*bad\.dat is binary.*offset 4.*exclude: \['z/bad\.dat'\]"),
+        (b"abcd\x00\x01", r"data\.sources\[0\].*bad\.dat is binary.*offset 4.*exclude: \['z/bad\.dat'\]"),
         (b"caf\xe9 noir", r"data\.sources\[0\].*bad\.dat is not UTF-8 \(byte 0xe9 at offset 3\).*exclude: \['z/bad"),
     ],
 )
