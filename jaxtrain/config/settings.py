@@ -180,6 +180,10 @@ class PrecisionConfig(Section):
     recipe_kinds: tuple[Literal["attention", "mlp"], ...] = ("attention", "mlp")
     """Which matmuls follow the recipe: projections of attention, feed-forward layers (shared experts included). Head,
     embedding, router, routed experts and norms never do."""
+    recipe_skip_first: int = Field(0, ge=0)
+    """First layers of the model whose matmuls stay in the compute dtype."""
+    recipe_skip_last: int = Field(0, ge=0)
+    """Last layers of the model whose matmuls stay in the compute dtype; multi-token prediction follows the recipe."""
     recipe_gradients: Literal["e5m2", "e4m3fn"] | None = None
     """Values of cotangents in the recipe's matmuls; null: the recipe's own (float8: e5m2, mxfp8: e4m3fn)."""
     scale_init: float = Field(2.0**15, gt=0)

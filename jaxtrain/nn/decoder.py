@@ -15,12 +15,13 @@ from flax import nnx
 from jaxtrain.config import ModelConfig, RematConfig
 from jaxtrain.mesh.constraints import constrain
 from jaxtrain.nn.block import Block, Stats, normalise
-from jaxtrain.nn.layer_table import MTP_STACK, LayerData, layer_data, layer_runs, stack_slots
+from jaxtrain.nn.layer_table import MTP_STACK, LayerData, layer_data, split_ends, stack_slots
 from jaxtrain.nn.layers import NO_TOTALS, BatchContext, BatchTotals, Embedding, Linear, Norm
 from jaxtrain.nn.mtp import MTPBlock, shifted_fields
 from jaxtrain.nn.stack import LayerFunction, run_layers
 from jaxtrain.numerics.remat import checkpointed
 from jaxtrain.ops import rope
+from jaxtrain.ops.low_precision import recipe_only, skipped_layers
 
 
 class Decoder(nnx.Module):
@@ -57,15 +58,19 @@ class Decoder(nnx.Module):
             return lambda params, x_BLD, data: run(params, x_BLD, context, data)
 
         x_BLD, stats = self.embed_tokens(tokens_BL, positions_BL), Stats()
-        for run in layer_runs(self.config):
+        for run, follows in split_ends(self.config, *skipped_layers()):
             layers = [layer(stack) for stack, _ in run.pattern]
             slices = [
                 jax.tree.map(lambda a, rows=rows: jnp.asarray(a[rows]), inputs[stack]) for stack, rows in run.pattern
             ]
             params, data = zip(*slices, strict=True)
-            x_BLD, reports = run_layers(layers, params, x_BLD, data, remat)
+            with recipe_only(follows):
+                x_BLD, reports = run_layers(layers, params, x_BLD, data, remat)
             for report in reports:
-                stats |= report
+                stats |= {
+                    name: jnp.concatenate([stats[name], each]) if name in stats else each
+                    for name, each in report.items()
+                }
         return self.final_norm(x_BLD), stats
 
     def layer(self, stack: str) -> Callable[[Any, jax.Array, BatchContext, LayerData], tuple[jax.Array, Stats]]:

@@ -6,6 +6,7 @@ The decoder's scans, multi-token prediction and the stages of a pipeline all rea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +55,42 @@ def layer_runs(config: ModelConfig) -> tuple[LayerRun, ...]:
     head = (LayerRun((("dense_layers", slice(moe.first_dense)),), moe.first_dense),) if moe.first_dense else ()
     among = tuple(("dense_layers", slice(moe.first_dense + i, None, dense)) for i in range(dense))
     return *head, LayerRun((*among, ("layers", slice(None))), mixed // moe.every)
+
+
+def split_ends(config: ModelConfig, first: int, last: int) -> list[tuple[LayerRun, bool]]:
+    """`layer_runs`, cut so that the `first` and `last` layers are runs of their own; each with whether it is no end.
+
+    Raises ConfigError where a border would cut a pattern of layers.
+    """
+    parts, begin = [], 0
+    for run in layer_runs(config):
+        each = len(run.pattern)
+        borders = {0, run.periods}
+        for border in (first, config.n_layers - last):
+            if begin < border < begin + run.layers:
+                if (border - begin) % each:
+                    raise ConfigError(
+                        f"precision.recipe_skip_first {first} and recipe_skip_last {last} of model.n_layers "
+                        f"{config.n_layers}: layer {border + 1} is inside a pattern of {each} layers that repeats from "
+                        f"layer {begin + 1} on: choose multiples of {each}"
+                    )
+                borders.add((border - begin) // each)
+        if len(borders) == 2:
+            parts.append((run, first <= begin and begin + run.layers <= config.n_layers - last))
+            begin += run.layers
+            continue
+        for lo, hi in pairwise(sorted(borders)):
+            rows = tuple((stack, _part(range(layers_of(config, stack))[rows], lo, hi)) for stack, rows in run.pattern)
+            inside = first <= begin + lo * each and begin + hi * each <= config.n_layers - last
+            parts.append((LayerRun(rows, hi - lo), inside))
+        begin += run.layers
+    return parts
+
+
+def _part(rows: range, lo: int, hi: int) -> slice:
+    """Rows number lo..hi of these rows."""
+    part = rows[lo:hi]
+    return slice(part.start, part.stop, part.step)
 
 
 @dataclass(frozen=True)

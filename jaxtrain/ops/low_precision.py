@@ -45,6 +45,23 @@ def use_recipe(config: PrecisionConfig) -> Iterator[None]:
         _PRECISION.reset(token)
 
 
+def skipped_layers() -> tuple[int, int]:
+    """How many first and last layers of the model follow no recipe here."""
+    config = _PRECISION.get()
+    return (0, 0) if config is None or config.recipe is None else (config.recipe_skip_first, config.recipe_skip_last)
+
+
+@contextmanager
+def recipe_only(follows: bool) -> Iterator[None]:
+    """While tracing here, matmuls follow the recipe in use only if `follows`."""
+    config = _PRECISION.get()
+    if follows or config is None:
+        yield
+        return
+    with use_recipe(config.model_copy(update={"recipe": None})):
+        yield
+
+
 def recipe_for(kind: str) -> Recipe | None:
     """The recipe of matmuls of a kind here, None for the compute dtype."""
     config = _PRECISION.get()

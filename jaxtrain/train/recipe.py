@@ -9,11 +9,22 @@ from jaxtrain.ops.low_precision import recipe_of
 from jaxtrain.ops.recipes import RECIPES
 
 
-def check_recipe(config: PrecisionConfig, device: Any) -> tuple[str, ...]:
+def check_recipe(config: PrecisionConfig, device: Any, stages: int = 1, layers: int | None = None) -> tuple[str, ...]:
     """A note of how the recipe is computed here; raises ConfigError for a card that cannot. CPUs compute any recipe."""
     recipe = recipe_of(config)
     if recipe is None:
         return ()
+    skipped = config.recipe_skip_first, config.recipe_skip_last
+    if stages > 1 and any(skipped):
+        raise ConfigError(
+            f"precision.recipe_skip_first {skipped[0]} and recipe_skip_last {skipped[1]} with mesh.pipe {stages}: all "
+            "stages run the same program, so that none can leave out the recipe: set both to 0, or mesh.pipe to 1"
+        )
+    if layers is not None and sum(skipped) >= layers:
+        raise ConfigError(
+            f"precision.recipe_skip_first {skipped[0]} and recipe_skip_last {skipped[1]} leave none of the {layers} "
+            "layers to the recipe: lower them, or set precision.recipe: null"
+        )
     kinds = ", ".join(config.recipe_kinds)
     capability = getattr(device, "compute_capability", None)
     if device.platform == "cpu":

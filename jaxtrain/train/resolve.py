@@ -177,7 +177,7 @@ def resolve(config: RunConfig, topology: Topology) -> Resolved:
     check_experts(config.model)
     check_losses(config)
     check_options(config.xla)
-    notes += check_recipe(config.precision, topology.devices.flat[0])
+    notes += check_recipe(config.precision, topology.devices.flat[0], topology.sizes["pipe"], config.model.n_layers)
     attention = _attention(config, topology, layout, (config.data.seq_len, *(phase.seq_len for phase in phases)))
     return Resolved(config, topology, model, rules, layout, shapes[0], phases, shapes[1:], schedule, attention, notes)
 

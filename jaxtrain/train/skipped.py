@@ -40,6 +40,8 @@ def diverged(config: RunConfig, directory: Path, step: int, in_a_row: int, why: 
     change = f"--optimizer.learning_rate {config.optimizer.learning_rate / 4:.3g}"
     if config.guard.spike is not None:
         change += f" or --guard.spike {2 * config.guard.spike:g}"
+    if precision.recipe is not None:
+        change += f" or --precision.recipe null (matmuls are in {precision.recipe})"
     good = [saved for saved in saved_steps(directory) if saved <= step - in_a_row]
     if not good:
         return DivergedError(f"{begins}; no step before is saved: start a new run with {change}")
