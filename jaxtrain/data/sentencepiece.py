@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -26,27 +26,66 @@ class _Model:
     charsmap: bytes
     dummy_prefix: bool
     remove_extra: bool
+    escapes: bool
+    suffix: bool
 
 
 def convert(data: bytes) -> Tokenizer:
-    """The tokenizer of a sentencepiece model's bytes, of kind unigram or BPE; raises ValueError when it is neither."""
+    """The tokenizer of a sentencepiece model's bytes, of kind unigram or BPE.
+
+    Raises ValueError when it is neither, and names what would give other ids than the sentencepiece library.
+    """
     model = _parse(data)
+    _check(model)
     tokenizer = Tokenizer(_unigram(model) if model.kind == UNIGRAM else _bpe(model))
     steps: list[normalizers.Normalizer] = []
     if model.charsmap:
-        steps.append(normalizers.Precompiled(model.charsmap))
+        table = normalizers.Precompiled(model.charsmap)
+        if table.normalize_str("\n") == " ":
+            # The table is applied to graphemes, of which CR LF is one.
+            steps.append(normalizers.Replace("\r\n", "  "))
+        steps.append(table)
     if model.remove_extra:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        # A mark of the text itself that ends it counts as a blank too.
+        steps += [normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if model.dummy_prefix:
         steps.append(normalizers.Prepend(SPACE))
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    if model.kind == UNIGRAM and _has_bytes(model):
+        # A text that spells the name of a byte is no byte: no piece spans its first letter (see _check).
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "merged_with_previous")
     tail = [decoders.Strip(" ", 1, 0)] if model.dummy_prefix else []
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *tail]
     )
-    tokenizer.add_special_tokens([AddedToken(p, normalized=False) for p, _, kind in model.pieces if kind == CONTROL])
+    named = (CONTROL, UNKNOWN)
+    tokenizer.add_special_tokens([AddedToken(p, normalized=False) for p, _, kind in model.pieces if kind in named])
     tokenizer.add_tokens([AddedToken(p, normalized=False) for p, _, kind in model.pieces if kind == USER_DEFINED])
     return tokenizer
+
+
+def _check(model: _Model) -> None:
+    """Raise ValueError for what the tokenizers library cannot do as sentencepiece does."""
+    own = [text for text, _, kind in model.pieces if kind == USER_DEFINED]
+    spaced = [text for text in own if SPACE in text or " " in text]
+    across = [text for text, _, kind in model.pieces if kind == NORMAL and "<0" in text]
+    faults = {
+        "treat_whitespace_as_suffix": model.suffix,
+        "escape_whitespaces false": not model.escapes,
+        # They are split off before blanks are collapsed, and before one is put in front of the text.
+        f"user-defined pieces ({', '.join(own[:3])}) beside add_dummy_prefix or remove_extra_whitespaces": bool(own)
+        and (model.dummy_prefix or model.remove_extra),
+        f"user-defined pieces of blanks ({', '.join(spaced[:3])})": bool(spaced),
+        f"byte fallback with pieces that hold <0 ({', '.join(across[:3])})": model.kind == UNIGRAM
+        and _has_bytes(model)
+        and bool(across),
+    }
+    found = [what for what, present in faults.items() if present]
+    if found:
+        raise ValueError(
+            f"it has {' and '.join(found)}, for which no exact tokenizer.json is made here: take the model's own "
+            "tokenizer.json"
+        )
 
 
 def _unigram(model: _Model) -> models.Model:
@@ -95,7 +134,10 @@ def _parse(data: bytes) -> _Model:
         raise ValueError(f"it has {len(pieces)} pieces and model type {kind}: only unigram (1) and BPE (2) are read")
     charsmap = normalizer.get(2, b"")
     assert isinstance(charsmap, bytes)
-    return _Model(pieces, kind, charsmap, bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1)))
+    return _Model(
+        pieces, kind, charsmap, bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1)),
+        bool(normalizer.get(5, 1)), bool(trainer.get(24, 0)),
+    )  # fmt: skip
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
