@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jaxtrain.config import ConfigError
 from jaxtrain.data.tokenizer import TextTokenizer, load_tokenizer
 
-WORDS = [
+WORDS = ("the quick brown fox jumps over lazy dog", "and runs away from them with their other things in a town")
     "the",
     "quick",
     "brown",
@@ -32,14 +32,11 @@ WORDS = [
     "their",
     "other",
     "things",
-    "in",
-    "a",
-    "town",
 ]
 PARTS = (
     "the", "fox", "ab", "QU", "12", "...", " ", "  ", "    ", "\t", "\n", "\r\n", "\u2581", "\u2581\u2581", "<s>",
-    "</s>", "<unk>", "<sep>", "<ctl>", "<0x41>", "<0", "\u00e9", "e\u0301", "\ufb01", "\uff21", "\u2460", "\u65e5\u672c",
-    "\U0001f600", "\u200b", "\u00a0", "\u3000", "\ufeff", "\x00", "\u00df", "\u0627", "\ufffd",
+    "</s>", "<unk>", "<sep>", "<ctl>", "<0x41>", "<0", "\u00e9", "e\u0301", "\ufb01", "\uff21", "\u2460",
+    "\u65e5\u672c", "\U0001f600", "\u200b", "\u00a0", "\u3000", "\ufeff", "\x00", "\u00df", "\u0627", "\ufffd",
 )  # fmt: skip
 LLAMA = {"byte_fallback": True, "remove_extra_whitespaces": False, "normalization_rule_name": "identity"}
 MODELS: dict[str, dict[str, Any]] = {
@@ -95,7 +92,7 @@ def test_hostile_text_gives_the_ids_of_the_library(folder: Path, name: str) -> N
     def check(text: str) -> None:
         assert ids_of(tokenizer, text) == reference.encode(text)
         if name == "llama":
-            assert tokenizer.decode(tokenizer.encode(text)) == text or "\ufffd" in text
+            assert tokenizer.decode(tokenizer.encode(text)) == reference.decode(reference.encode(text))
 
     check()
 
@@ -111,8 +108,7 @@ def test_hostile_text_gives_the_ids_of_the_library(folder: Path, name: str) -> N
 )  # fmt: skip
 def test_what_is_not_converted_is_named(folder: Path, options: dict[str, Any], words: str) -> None:
     # Ids that the library does not give would be wrong training data with exit status 0.
-    model = train(
-        folder, f"refused {len(options)} {[*options][0]}", {"model_type": "bpe", "vocab_size": 160, **options}
-    )
+    options = {"model_type": "bpe", "vocab_size": 160, **options}
+    model = train(folder, f"refused {len(options)} {len(words)}", options)
     with pytest.raises(ConfigError, match=f"it has {words}.*take the model's own tokenizer.json"):
         load_tokenizer(model)
