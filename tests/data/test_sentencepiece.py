@@ -14,25 +14,7 @@ from hypothesis import strategies as st
 from jaxtrain.config import ConfigError
 from jaxtrain.data.tokenizer import TextTokenizer, load_tokenizer
 
-WORDS = ("the quick brown fox jumps over lazy dog", "and runs away from them with their other things in a town")
-    "the",
-    "quick",
-    "brown",
-    "fox",
-    "jumps",
-    "over",
-    "lazy",
-    "dog",
-    "and",
-    "runs",
-    "away",
-    "from",
-    "them",
-    "with",
-    "their",
-    "other",
-    "things",
-]
+WORDS = ("the quick brown fox jumps", "over lazy dog and runs away", "from them with their other things in a town")
 PARTS = (
     "the", "fox", "ab", "QU", "12", "...", " ", "  ", "    ", "\t", "\n", "\r\n", "\u2581", "\u2581\u2581", "<s>",
     "</s>", "<unk>", "<sep>", "<ctl>", "<0x41>", "<0", "\u00e9", "e\u0301", "\ufb01", "\uff21", "\u2460",
@@ -60,7 +42,10 @@ MODELS: dict[str, dict[str, Any]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     rng = random.Random(0)
-    lines = (" ".join(rng.choice(WORDS) for _ in range(12)) + rng.choice([".", "!", " 12 34", ""]) for _ in range(400))
+    lines = (
+        " ".join(rng.choice(" ".join(WORDS).split()) for _ in range(12)) + rng.choice([".", "!", " 12 34", ""])
+        for _ in range(400)
+    )
     (path / "text.txt").write_text("\n".join(lines))
     return path
 
