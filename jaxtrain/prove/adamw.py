@@ -1,9 +1,9 @@
-"""NumPy float64 implementation of clipping, the learning rate schedule and AdamW, and bounds that follow from it."""
+"""NumPy float64 implementation of clipping, the learning rate schedule and AdamW."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def reference_steps(setup: Bound, runner: StepRunner, initial: Tree, batches: Se
         for name, g in gradients.items():
             first[name] = config.beta1 * first[name] + (1 - config.beta1) * clip * g
             second[name] = config.beta2 * second[name] + (1 - config.beta2) * (clip * g) ** 2
-            direction, _ = _direction(config, {"mu": first, "nu": second}, name, step + 1)
+            direction, _ = adam_direction(config, {"mu": first, "nu": second}, name, step + 1)
             decay = config.weight_decay * _is_decayed(shapes[name]) * params[name]
             params[name] = params[name] - rate * (direction + decay)
         _update_router_bias(params, setup.config.model, sums)
@@ -67,61 +67,7 @@ def reference_steps(setup: Bound, runner: StepRunner, initial: Tree, batches: Se
     return Outcome([], [], metrics, states)
 
 
-ROUNDING = 2e-5
-"""Relative float32 rounding error of an optimizer step, given its moments: the learning rate, the bias corrections."""
-
-
-def parameter_limits(
-    config: OptimizerConfig, got: Outcome, want: Outcome, moment_errors: Sequence[Mapping[str, float]]
-) -> list[dict[str, np.ndarray]]:
-    """How far each parameter may differ after each step if only the moments differ, by Adam's formula.
-
-    moment_errors: for each step, {parameter: largest absolute error of the first moment that passes}.
-
-    AdamW subtracts rate x (u + weight_decay x p) with u = m / (r + eps), where m is the bias-corrected first moment and
-    r the root of the second (Loshchilov & Hutter 2019). Where r is small, u amplifies rounding errors of the gradient
-    by 1 / (r + eps), so no constant bound fits all elements. The limit of an element is the sum over the steps of
-
-        rate x (du + ROUNDING x (|u| + weight_decay x |p|)) + 2^-23 |p|.
-
-    2^-23 |p| is the rounding of p in both outcomes. du is the smaller of two numbers: the difference of u between the
-    moments of `got` and `want`, and the largest difference that gradients within their bound can cause. For the latter
-    let e bound the error of a gradient. m is a weighted mean of gradients and r their weighted root mean square, with
-    weights that sum to 1, so neither differs by more than e, and to first order
-
-        du <= e / (r + eps) + |m| e / (r + eps)^2 = e (1 + |u|) / (r + eps).
-
-    e is the largest error of the first moment over 1 - beta1^t. An error of p carries over to the next step, multiplied
-    by at most 1 + rate x weight_decay.
-    """
-    limits: list[dict[str, np.ndarray]] = []
-    for step, (have, wanted) in enumerate(zip(got.states, want.states, strict=True)):
-        rate = float(want.metrics[step]["learning_rate"])
-        have_moments, moments = adam_moments(have["opt"]), adam_moments(wanted["opt"])
-        limits.append({})
-        for path, p in flatten_paths(wanted["params"]).items():
-            (have_u, _), (u, root) = (_direction(config, m, path, step + 1) for m in (have_moments, moments))
-            e = moment_errors[step][path] / (1 - config.beta1 ** (step + 1))
-            du = np.fmin(np.abs(have_u - u), e * (1 + np.abs(u)) / (root + config.eps))
-            size = np.abs(np.asarray(p, np.float64))
-            decay = rate * config.weight_decay
-            previous = limits[step - 1][path] * (1 + decay) if step else 0.0
-            limits[step][path] = previous + rate * (du + ROUNDING * np.abs(u)) + (ROUNDING * decay + 2.0**-23) * size
-    return limits
-
-
-def adam_moments(opt: Tree) -> dict[str, dict[str, np.ndarray]]:
-    """{"mu": {parameter: first moment}, "nu": {parameter: second moment}} of an optimizer state, float64."""
-    moments: dict[str, dict[str, np.ndarray]] = {"mu": {}, "nu": {}}
-    for name, leaf in flatten_paths(opt).items():
-        for moment, values in moments.items():
-            _, found, parameter = name.partition(f"/{moment}/")
-            if found:
-                values[parameter] = np.asarray(leaf, np.float64)
-    return moments
-
-
-def _direction(
+def adam_direction(
     config: OptimizerConfig, moments: dict[str, dict[str, np.ndarray]], path: str, step: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Adam's direction without weight decay, and the root of the bias-corrected second moment."""

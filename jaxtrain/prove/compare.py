@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain.config import OptimizerConfig
 from jaxtrain.mesh.layout import flatten_paths
-from jaxtrain.prove.adamw import adam_moments, parameter_limits
+from jaxtrain.prove.limits import DIRECTIONS, moments_of, parameter_limits
 from jaxtrain.prove.measure import Outcome
 
 Tree = Any
@@ -21,8 +21,8 @@ BOUNDS = {"gradient": 2e-5, "masked": 0.0, "sum": 1e-5, "metric": 2e-5, "moment"
 """Largest relative error of each kind of leaf, in the order in which failures are reported. Integers must be equal.
 
 Gradients are those of the initial weights. The later kinds follow chained steps. The error of a parameter is that of
-its change since initialisation. Under AdamW its bound is not the constant, but follows from the errors of the moments
-(`parameter_limits`), since Adam divides rounding errors by the root of a second moment.
+its change since initialisation. Under adamw, lion and adafactor its bound is not the constant, but follows from the
+errors of the moments (prove/limits.py): they divide rounding errors by the root of a second moment, or take a sign.
 """
 LEAST_SCALE = 1e-3
 """A leaf's error is relative to at least this share of the largest leaf of its kind."""
@@ -65,11 +65,11 @@ class Check:
 def compare(got: Outcome, want: Outcome, initial: Tree, optimizer: OptimizerConfig | None = None) -> list[Check]:
     """One check for every leaf of `want`. Both outcomes start from the state `initial`.
 
-    optimizer: if it is adamw, bounds of parameters follow from the moments.
+    optimizer: if it is one of DIRECTIONS, bounds of parameters follow from the moments.
     """
     zero = _zero_gradients(want.gradients or got.gradients)
     limits: list[dict[str, np.ndarray]] | None = None
-    if optimizer is not None and optimizer.name == "adamw":
+    if optimizer is not None and optimizer.name in DIRECTIONS:
         moment_errors = [_moment_errors(state["opt"], zero) for state in want.states]
         limits = parameter_limits(optimizer, got, want, moment_errors)
     checks = [Check("masked", leaf, math.inf) for leaf in got.mask_leaks]
@@ -156,8 +156,9 @@ def _scales(leaves: dict[str, np.ndarray], zero: Collection[str]) -> dict[str, f
 
 
 def _moment_errors(opt: Tree, zero: Collection[str]) -> dict[str, float]:
-    """{parameter: largest absolute error of its first moment that passes}."""
-    scales = _scales(adam_moments(opt)["mu"], zero)
+    """{parameter: largest absolute error that passes of its first moment, or of the root of its second one}."""
+    moments = moments_of(opt)
+    scales = _scales(moments["mu"] or {path: np.sqrt(v) for path, v in moments["v"].items()}, zero)
     return {path: BOUNDS["moment"] * scale for path, scale in scales.items()}
 
 

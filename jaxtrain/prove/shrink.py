@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from jaxtrain.config import MlaConfig, ModelConfig, MoeConfig, RunConfig, to_tree, validate
+from jaxtrain.config import MlaConfig, ModelConfig, MoeConfig, OptimizerConfig, RunConfig, to_tree, validate
 
 SEQ_LEN, BATCH, VOCAB, WIDTH, HEAD, LAYERS = 32, 16, 128, 64, 8, 8
 """Tokens a sequence, sequences a global batch, vocabulary size, d_model, head_dim, number of layers."""
@@ -22,8 +22,8 @@ SHRINK_RULES = (
     "unchanged: tied embeddings, norms, biases, activation, positions, soft caps, sinks, router, shared experts, "
     "latent attention, multi-token prediction, the optimizer, the loss, whatever user code registered",
     "set: clipping, weight decay, z-loss, the mixtures' balance loss and z-loss; float32 without a recipe; Adam's eps "
-    "1e-4, so that gradients of rounding size make no full step; no bound of the experts' buffers, since drops depend "
-    "on the layout",
+    "1e-4, so that gradients of rounding size make no full step; lion's learning rate 3e-5, so that a flipped sign "
+    "changes no later gradient; no bound of the experts' buffers, since drops depend on the layout",
 )
 """What `shrink` does, one rule a line; printed by `verify`."""
 
@@ -31,6 +31,7 @@ OPTIMIZER = {
     "learning_rate": 3e-3, "schedule": "cosine", "unit": "steps", "warmup": 2, "decay": 0, "total": None,
     "final_ratio": 0.1, "eps": 1e-4, "weight_decay": 0.1, "clip_norm": 1.0,
 }  # fmt: skip
+SIGNED_RATE = 3e-5
 BUILTIN_SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 
@@ -50,14 +51,17 @@ def shrink(config: RunConfig) -> RunConfig:
             "steps": 10, "global_batch": BATCH, "accumulation": 1 + accumulates, "z_loss": 1e-2, "sample_prompt": "",
             "loss": train.loss, "metrics": train.metrics,
         },
-        "optimizer": {**tree["optimizer"], **_optimizer(config.optimizer.schedule)},
+        "optimizer": {**tree["optimizer"], **_optimizer(config.optimizer)},
         "eval": {"every": None},
     })  # fmt: skip
 
 
-def _optimizer(schedule: str) -> dict[str, Any]:
+def _optimizer(config: OptimizerConfig) -> dict[str, Any]:
     """Optimizer settings; a schedule that user code registered is kept."""
-    return OPTIMIZER | ({} if schedule in BUILTIN_SCHEDULES else {"schedule": schedule})
+    kept = {} if config.schedule in BUILTIN_SCHEDULES else {"schedule": config.schedule}
+    # A sign that rounding flips must not change the gradients of the next step by more than rounding does.
+    small = {"learning_rate": SIGNED_RATE} if config.name == "lion" else {}
+    return OPTIMIZER | kept | small
 
 
 def _model(model: ModelConfig, seq_len: int) -> dict[str, Any]:
