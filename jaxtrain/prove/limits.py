@@ -121,7 +121,8 @@ def _adafactor(
 ) -> tuple[np.ndarray, np.ndarray]:
     """|u| and du of Adafactor (Shazeer & Stern 2018) without factors.
 
-    u = g / r, r^2 = d v + (1 - d) g^2, d = 1 - t^-0.8. As for AdamW, du <= e (1 + |u|) / r. |u| is at most t^0.4, and clipping its RMS to 1 makes it no larger.
+    u = g / r, r^2 = d v + (1 - d) g^2, d = 1 - t^-0.8. As for AdamW, du <= e (1 + |u|) / r. |u| is at most t^0.4, and
+    clipping its RMS to 1 makes it no larger.
     """
     old, new = (moments[1]["v"].get(path) if moments[1] else None for moments in (before, now))
     assert new is not None, f"adafactor has no second moment of {path}"
