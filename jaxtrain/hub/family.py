@@ -30,6 +30,16 @@ IGNORED_KEYS = {
     "do_sample", "max_length", "min_length", "temperature", "top_k", "top_p", "typical_p", "num_beams",
     "num_beam_groups", "num_return_sequences", "repetition_penalty", "length_penalty", "diversity_penalty",
     "encoder_no_repeat_ngram_size", "no_repeat_ngram_size", "early_stopping", "bad_words_ids", "prefix",
+    "output_scores", "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "sep_token_id",
+    "decoder_start_token_id", "tf_legacy_loss", "use_bfloat16", "gradient_checkpointing", "_num_labels",
+    "predict_special_tokens", "_attn_implementation_autoset", "is_llama_config", "transformers.js_config",
+}  # fmt: skip
+# Features that no family here has: false or 0 is how they compute, anything else is refused.
+OFF_KEYS = {
+    "is_encoder_decoder", "tie_encoder_decoder", "add_cross_attention", "cross_attention_hidden_size", "pruned_heads",
+    "mlp_bias", "rope_interleaved", "use_mrope", "use_parallel_residual", "clip_qkv", "attn_logit_softcapping",
+    "final_logit_softcapping",
 }  # fmt: skip
 # Model settings that concern training only and have no key in config.json.
 TRAINING_SETTINGS = (
@@ -183,8 +193,8 @@ def copies_of(family: Family, params: Mapping[str, MappedParam]) -> dict[str, st
 def read_model(family: Family, hub: Json, ignore: Sequence[str] = ()) -> Settings:
     """Dotted model settings of a config.json.
 
-    Raises ConfigError for values that the family does not support, and for keys that no field reads, unless `ignore`
-    names them.
+    Raises ConfigError for values that the family does not support, and for keys that no field reads, unless they are
+    null (not set) or `ignore` names them: false and 0 may switch off what a family does by default.
     """
     for key in {"quantization_config", "compression_config"} - {*ignore}:
         if hub.get(key):
@@ -194,7 +204,10 @@ def read_model(family: Family, hub: Json, ignore: Sequence[str] = ()) -> Setting
                 "weights before quantization"
             )
     known = IGNORED_KEYS | family.ignored_keys | {key for field in family.fields for key in field.keys} | {*ignore}
-    unread = {key: value for key, value in hub.items() if key not in known and value}
+    unread = {
+        key: value for key, value in hub.items()
+        if key not in known and value is not None and (value or key not in OFF_KEYS)
+    }  # fmt: skip
     if unread:
         keys = ", ".join(f"{key} {value!r}" for key, value in unread.items())
         raise ConfigError(

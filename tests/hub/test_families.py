@@ -192,8 +192,21 @@ LENGTH = "original_max_position_embeddings"
         ({"original_max_position_embeddings": 32, "rope_parameters": YARN | {LENGTH: 64}}, "both 32 and 64"),
         ({"rope_parameters": "yarn"}, "are 'yarn', not an object"),
         ({"sliding_window_pattern": 6}, "sliding_window_pattern 6"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]}, "1 entries for num_h"),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "layer_types": ["full_attention"],
+                "attention_bias": None,
+            },
+            "1 entries for num_h",
+        ),
+        ({"model_type": "qwen2"}, "attention_bias False"),
         ({"logit_scale": 0.5}, "--ignore logit_scale"),
+        # A family may compute by default what false or 0 switches off.
+        ({"use_rope": False}, "use_rope False.*--ignore use_rope"),
+        ({"no_rope_layer_interval": 0}, "--ignore no_rope_layer_interval"),
+        ({"is_encoder_decoder": True}, "is_encoder_decoder True"),
         ({"quantization_config": {"bits": 4}}, "quantization_config .unknown."),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8. says that the weights are quantized"),
         ({"hidden_size": None}, "d_model"),
@@ -280,6 +293,8 @@ def test_a_missing_key_has_the_familys_default_or_is_named(
 def test_a_missing_key_is_an_error_and_an_ignored_one_is_not() -> None:
     hub = json.loads((ROOT / "llama" / "config.json").read_text())
     assert read_model(FAMILIES["llama"], hub | {"logit_scale": 0.5}, ["logit_scale"])["d_model"] == 64
+    # null is not set, and features that no family has are off.
+    assert read_model(FAMILIES["llama"], hub | {"use_rope": None, "is_encoder_decoder": False, "pruned_heads": {}})
     del hub["hidden_size"]
     with pytest.raises(ConfigError, match=r"config\.json has no hidden_size"):
         read_model(FAMILIES["llama"], hub)
