@@ -87,7 +87,7 @@ def foreign_json(file: File, head: bytes) -> Foreign | None:
             text = stream.read(JSON_HEAD)
     except OSError:
         return None  # its reader names it, with the line
-    if codec and (found := foreign_head(File(file.name, file.url, 0, ""), text[:HEAD], "jsonl")):
+    if codec and (found := foreign_head(file, text[:HEAD], "jsonl")):
         return found
     text = text.removeprefix(BOM).lstrip()
     first, end, _ = text.partition(b"\n")
@@ -98,9 +98,8 @@ def foreign_json(file: File, head: bytes) -> Foreign | None:
     if not text.startswith(b"{") or not end or first.rstrip()[-1:] not in (b"{", b"[", b",", b":"):
         return None
     inside = RECORDS_INSIDE.match(text)
-    more = (
-        f", or {unpack}jq -c {shlex.quote(json_path(inside[1].decode()))}{given} for records inside" if inside else ""
-    )
+    items = shlex.quote(json_path(inside[1].decode(errors="replace"))) if inside else ""
+    more = f", or {unpack}jq -c {items}{given} for the records inside" if inside else ""
     return Foreign("a JSON object over several lines", f"convert it ({unpack}jq -c .{given} > new.jsonl{more})")
 
 
@@ -139,11 +138,9 @@ def _table(file: File) -> Foreign:
     # A shell's double quotes leave these characters alone.
     fix = (
         f'convert it ({_cat(file)}python -c "{program}"{_from(file)} > {_stem(file, ".csv", ".tsv")}.jsonl) and name '
-        "that under jsonl; text that only looks like a table is read under another name, such as .txt"
+        "that under jsonl, name it .txt to read it as it is"
     )
-    return Foreign(
-        f"a table ({'TSV' if tabs else 'CSV'}), which would be read with its separators and quotes", fix, True
-    )
+    return Foreign(f"a table ({'TSV' if tabs else 'CSV'})", fix, True)
 
 
 def _tfrecord(file: File) -> Foreign:

@@ -24,7 +24,7 @@ from jaxtrain.config import ConfigError, SourceConfig, nearest
 from jaxtrain.data.compression import CODEC_HEAD, WINDOW_FAULT, codec_of, uncompressed
 from jaxtrain.data.files import READ_BLOCK, File, unreadable
 from jaxtrain.data.foreign import HEAD, foreign_head, recompress
-from jaxtrain.data.records import MESSAGE_KEYS, Content, UnfitError, chat_fix, content_of, decode, ids_of
+from jaxtrain.data.records import FIX, MESSAGE_KEYS, Content, UnfitError, chat_fix, content_of, decode, ids_of
 from jaxtrain.data.tf_example import read_example
 from jaxtrain.data.tokenfiles import read_sidecar
 
@@ -57,7 +57,7 @@ class BadRecord:
 
     file: File
     message: str
-    fix: str = "fix it"
+    fix: str = FIX
 
 
 Item = Record | BadRecord
@@ -86,15 +86,14 @@ def read_text(span: FileSpan, source: SourceConfig | None = None, cache: Path | 
         data = span.file.read()
         found = foreign_head(span.file, data[:HEAD], "text")
         if found and found.is_text:
-            raise UnfitError(found.what)
+            raise UnfitError(found.what, found.fix)
         text = decode(data)
     except OSError as error:
         yield BadRecord(span.file, f"{span.file.url} cannot be read ({unreadable(error)})")
     except UnfitError as error:
         # What is text may begin like a file of another kind.
-        yield BadRecord(
-            span.file, f"{span.file.url} is {found.what if found else error}", *([found.fix] if found else [])
-        )
+        what, fix = (found.what, found.fix) if found else (str(error), error.fix)
+        yield BadRecord(span.file, f"{span.file.url} is {what}", fix)
     else:
         if text.strip():
             yield Record(span.file, None, text)
@@ -152,7 +151,7 @@ def _json_record(file: File, number: int, line: bytes, source: SourceConfig, whe
             raise UnfitError(f"not JSON ({unreadable(error)})") from None
         return Record(file, number, content_of(value, source))
     except UnfitError as error:
-        return BadRecord(file, f"{file.url}, {where}: {error}")
+        return BadRecord(file, f"{file.url}, {where}: {error}", error.fix)
 
 
 def split_row_groups(file: File, size: int) -> Iterator[FileSpan]:
@@ -251,7 +250,7 @@ def _rows(file: File, first: int, batch: pa.RecordBatch, source: SourceConfig) -
                 raise UnfitError(f"not UTF-8 (byte 0x{row.object[row.start]:02x} at offset {row.start})")
             yield Record(file, number, content_of(row, source))
         except UnfitError as error:
-            yield BadRecord(file, f"{file.url}, row {number}: {error}")
+            yield BadRecord(file, f"{file.url}, row {number}: {error}", error.fix)
 
 
 def _python_rows(batch: pa.RecordBatch) -> list[Any]:
@@ -265,7 +264,9 @@ def _python_rows(batch: pa.RecordBatch) -> list[Any]:
 
 
 def _runs(file: File, rows: Sequence[int], size: int) -> Iterator[FileSpan]:
-    """Neighbouring groups of rows joined into spans of about `size` bytes."""
+    """Neighbouring groups of rows joined into spans of about `size` bytes; none where there is no row."""
+    if not any(rows):
+        return
     share = max(1, round(len(rows) * size / max(file.size, 1)))
     borders = [*range(0, len(rows), share), len(rows)]
     firsts = np.concatenate([[0], np.cumsum(rows)])
@@ -322,7 +323,7 @@ def read_arrayrecord(span: FileSpan, source: SourceConfig, cache: Path) -> Itera
                     continue
                 yield Record(span.file, number, ids_of(data, dtype, masked) if dtype else decode(data))
             except UnfitError as error:
-                yield BadRecord(span.file, f"{span.file.url}, record {number}: {error}")
+                yield BadRecord(span.file, f"{span.file.url}, record {number}: {error}", error.fix)
 
 
 def _texts_of(example: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ import numpy as np
 
 from jaxtrain.config import SourceConfig, nearest
 
+# What to do about a record that is damaged.
+FIX = "fix it"
 # The keys of OpenAI's messages, and of ShareGPT's.
 MESSAGE_KEYS = (("role", "content"), ("from", "value"))
 # Roles of the model in published chats.
@@ -47,13 +49,17 @@ Content = str | TokenIds | tuple[Turn, ...]
 
 
 class UnfitError(ValueError):
-    """A value that is no document; the reader adds its line, row or record."""
+    """A value that is no document, and what to do; the reader adds its line, row or record."""
+
+    def __init__(self, message: str, fix: str = FIX) -> None:
+        super().__init__(message)
+        self.fix = fix
 
 
 def decode(data: bytes) -> str:
     """UTF-8 text without a byte order mark; raises ValueError for zero bytes and for bytes that are not UTF-8."""
     if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        raise UnfitError("UTF-16 text, by its byte order mark: convert it (iconv -f UTF-16 -t UTF-8)")
+        raise UnfitError("UTF-16 text, by its byte order mark", "convert it (iconv -f UTF-16 -t UTF-8)")
     data = data.removeprefix(codecs.BOM_UTF8)
     if (at := data.find(0)) >= 0:
         raise UnfitError(f"binary, not text (a zero byte at offset {at})")
@@ -91,13 +97,11 @@ def _field(value: Mapping[str, Any], name: str) -> Any:
         has = f"there is no field {name!r}{nearest(name, value)}; it has {', '.join(map(str, value)) or 'none'}"
         for key, items in value.items():
             if is_chat(items):
-                raise UnfitError(f"{has}: {chat_fix(key)}")
+                raise UnfitError(has, chat_fix(key))
             if isinstance(items, list) and items and isinstance(items[0], Mapping) and name in items[0]:
-                raise UnfitError(
-                    f"{has}, a list of such records: convert the file "
-                    f"(jq -c {shlex.quote(json_path(key))} old > new.jsonl)"
-                )
-        raise UnfitError(f"{has}: set field of the source")
+                command = f"jq -c {shlex.quote(json_path(key))} old > new.jsonl"
+                raise UnfitError(f"{has}, a list of such records", f"convert the file ({command})")
+        raise UnfitError(has, "set field of the source")
     return value[name]
 
 
@@ -123,8 +127,8 @@ def token_ids(value: Any, name: str) -> TokenIds:
     except ValueError:
         ids = None
     if ids is None or ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-        fix = f": {chat_fix(name)}" if is_chat(value) else ""
-        raise UnfitError(f"the field {name!r} is {_short(value)}, neither text nor a list of token ids{fix}")
+        fix = chat_fix(name) if is_chat(value) else FIX
+        raise UnfitError(f"the field {name!r} is {_short(value)}, neither text nor a list of token ids", fix)
     return TokenIds(ids)
 
 
@@ -159,7 +163,8 @@ def _chat(messages: Any, source: SourceConfig) -> tuple[Turn, ...]:
         if not isinstance(role, str) or role not in source.template:
             raise UnfitError(
                 f"the role {role!r} is not in the source's template{nearest(str(role), source.template)}, "
-                f"which has {', '.join(source.template)}: add it there"
+                f"which has {', '.join(source.template)}",
+                "add it there",
             )
         before, after = source.template[role]
         scored = role in SCORED_ROLES

@@ -86,7 +86,7 @@ def read_registered(span: FileSpan, source: SourceConfig, cache: Path) -> Iterat
         try:
             yield Record(span.file, number, _content(document, source))
         except UnfitError as error:
-            yield BadRecord(span.file, f"{span.file.url}, document {number}: {error}")
+            yield BadRecord(span.file, f"{span.file.url}, document {number}: {error}", error.fix)
         number += 1
 
 

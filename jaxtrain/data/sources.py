@@ -18,7 +18,7 @@ from jaxtrain.data.cache import build_once
 from jaxtrain.data.files import File, digest_of, fingerprint, list_files, stat, unreadable
 from jaxtrain.data.foreign import foreign_file, is_blank
 from jaxtrain.data.readers import FILE_KINDS, BadRecord, FileSpan, Item, Record, read_text, whole
-from jaxtrain.data.records import Content
+from jaxtrain.data.records import FIX, Content
 from jaxtrain.data.registered import REGISTERED, REGISTERED_URL, registered_file
 
 READERS = {**FILE_KINDS, "registered": REGISTERED}
@@ -117,7 +117,7 @@ def refuse_or_count(bad: BadRecord, where: str, on_bad: str, tally: Tally) -> No
         raise ConfigError(
             f"{where}: {bad.message}: {bad.fix}, {exclude}or leave such records out with data.on_bad_record: skip"
         )
-    tally.skip(bad.message)
+    tally.skip(bad.message if bad.fix == FIX else f"{bad.message}: {bad.fix}")
 
 
 def list_source(source: SourceConfig, where: str, cache: Path, on_bad: str = "fail") -> Listing:

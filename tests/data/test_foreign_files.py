@@ -77,8 +77,15 @@ def tf_record(*records: bytes) -> bytes:
 
 PARQUET = io.BytesIO()
 pq.write_table(pa.table({"text": ["a"]}), PARQUET)
+NO_ROWS = io.BytesIO()
+pq.write_table(pa.table({"text": pa.array([], pa.string())}), NO_ROWS)
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+
+
+def zstd_frame(data: bytes, window_log: int) -> bytes:
+    """One raw block in a frame with this window (RFC 8878)."""
+    return b"\x28\xb5\x2f\xfd\x00" + bytes([(window_log - 10) << 3]) + struct.pack("<I", len(data) << 3 | 1)[:3] + data
 
 
 FOREIGN = [
@@ -103,7 +110,14 @@ FOREIGN = [
     ("jsonl", "a.jsonl", b'{\n "data": [\n {"text": "a"}]}', r"a JSON object over several lines.*'\.data\[\]'"),
     ("jsonl", "a.jsonl", b'{"m": [{"from": "human", "value": "hi"}]}', r"m is a chat: set messages_field"),
     ("jsonl", "a.jsonl.gz", gzip.compress(LINES)[:-9], r"cannot be read past line"),
+    ("jsonl", "a.jsonl", b'{"da\xff": [{"text": "a"},\n{"text": "b"}]}', r"several lines: convert it \(jq -c \. "),
+    ("jsonl", "a.jsonl.gz", gzip.compress(b'[{"text": "a"}]'), r"a JSON array.*\(gzip -dc .* \| jq -c '\.\[\]' > new"),
+    ("jsonl", "a.jsonl.gz", gzip.compress(tar_file()), r"a tar archive"),
+    ("jsonl", "a.zst", zstd_frame(LINES, 20) + zstd_frame(LINES, 31), r"too much memory.*: compress it again \(zstd"),
     ("jsonl", "a.jsonl", b"\n\n  \n", r"1 empty, 0 unreadable"),
+    ("jsonl", "a.jsonl.gz", gzip.compress(b""), r"1 empty, 0 unreadable"),
+    ("parquet", "a.parquet", NO_ROWS.getvalue(), r"1 empty, 0 unreadable"),
+    ("text", "a.txt", "text".encode("utf-16"), r"UTF-16 text, by its byte order mark: convert it \(iconv.*, leave the"),
     ("jsonl", "a.jsonl", b"", r"no file with text matches.*1 empty"),
 ]  # fmt: skip
 
@@ -115,6 +129,25 @@ def test_what_is_no_file_of_the_kind_is_one_message(tmp_path: Path, number: int)
     with pytest.raises(ConfigError, match=words) as error:
         corpus_of(tmp_path, {kind: str(tmp_path / name)})
     assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_files_without_a_document_are_counted_beside_others(tmp_path: Path) -> None:
+    for name, content in (("a.jsonl", LINES.replace(b"\n", b"\r\n")), ("b.jsonl", b"\r\n\n"), ("c.jsonl", b"")):
+        (tmp_path / name).write_bytes(content)
+    pq.write_table(pa.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(NO_ROWS.getvalue())
+    for kind, empty in (("jsonl", 2), ("parquet", 1)):
+        corpus = corpus_of(tmp_path, {kind: str(tmp_path)})
+        assert len(corpus.train) == 2 and corpus.empty == empty
+
+
+def test_a_skipped_file_is_counted_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("id,text\n1,hello\n")
+    (tmp_path / "b.jsonl").write_text('{"m": [{"from": "human", "value": "hi"}]}')
+    for kind, name, words in (("text", "a.csv", "convert it"), ("jsonl", "b.jsonl", "set messages_field: m")):
+        data = {"sources": [{kind: str(tmp_path / name)}], "on_bad_record": "skip", "cache": str(tmp_path / "cache")}
+        with pytest.raises(ConfigError, match=rf"0 empty, 1 unreadable, the first: .*{name}.*{words}"):
+            prepare(validate({"data": data}))
 
 
 def run_command(message: str, folder: Path, end: str) -> None:

@@ -144,6 +144,26 @@ def test_flat_file_is_cut_after_the_closing_token(tmp_path):
     assert list(documents_of(corpus_of(tmp_path, {"dtype": "int32"})).values())[1] == [7, EOS]
 
 
+def test_documents_after_the_header_of_llm_c(tmp_path):
+    """karpathy/llm.c#736: the end token stands before each document; the first one ends none."""
+    (tmp_path / "tokens").mkdir()
+    path = tmp_path / "tokens/train.bin"
+    for tokens, documents in (
+        ([EOS, 5, 6, EOS, 7, EOS, 8], [[5, 6, EOS], [7, EOS], [8]]),
+        ([6, EOS, 7], [[6, EOS], [7]]),  # a shard that begins within a document
+        ([EOS], [[EOS]]),
+    ):
+        head = struct.pack("<3i", 20240520, 1, len(tokens)) + bytes(1012)
+        path.write_bytes(head + np.array(tokens, "<u2").tobytes())
+        corpus = corpus_of(tmp_path, {"dtype": "uint16"})
+        assert list(documents_of(corpus).values()) == documents
+    with pytest.raises(ConfigError, match=r"holds uint16, its header says, and dtype of the source is int32: remove"):
+        corpus_of(tmp_path, {"dtype": "int32"})
+    path.write_bytes(struct.pack("<3i", 20240522, 1, 1) + bytes(1014))
+    with pytest.raises(ConfigError, match=r"is an evaluation of llm\.c, no token file"):
+        corpus_of(tmp_path)
+
+
 def test_cuts_of_a_flat_file_fall_on_block_borders(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxtrain.data.tokenfiles.READ_BLOCK", 1)  # blocks of 8 tokens
     (tmp_path / "tokens").mkdir()
