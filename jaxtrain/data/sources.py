@@ -296,18 +296,19 @@ def _checked_digest(source: SourceConfig, file: File, where: str, on_bad: str, t
         tally.empty += 1
         return ""
     try:
-        if (found := foreign_file(file, source.kind)) is not None:
-            refuse_or_count(BadRecord(file, f"{file.url} is {found.what}", found.fix), where, on_bad, tally)
-            return ""
-        # Reading a file's table of contents detects a truncated file before anything is built.
-        spans = list(FILE_KINDS[source.kind].split(file, file.size))
-        tally.empty += not spans or (source.kind == "jsonl" and is_blank(file))
-        # Object storage reports versions, and reading whole objects is slow.
-        return fingerprint([file.stamp]) if file.remote and file.stamp else digest_of(file)
+        found = foreign_file(file, source.kind)
+        if found is None:
+            # Reading a file's table of contents detects a truncated file before anything is built.
+            spans = list(FILE_KINDS[source.kind].split(file, file.size))
+            tally.empty += not spans or (source.kind == "jsonl" and is_blank(file))
+            # Object storage reports versions, and reading whole objects is slow.
+            return fingerprint([file.stamp]) if file.remote and file.stamp else digest_of(file)
+        bad = BadRecord(file, f"{file.url} is {found.what}", found.fix)
     except OSError as error:
-        refuse_or_count(BadRecord(file, f"{file.url} cannot be read ({unreadable(error)})"), where, on_bad, tally)
+        bad = BadRecord(file, f"{file.url} cannot be read ({unreadable(error)})")
     except ConfigError as error:
-        refuse_or_count(BadRecord(file, str(error)), where, on_bad, tally)
+        bad = BadRecord(file, str(error))
+    refuse_or_count(bad, where, on_bad, tally)
     return ""
 
 
