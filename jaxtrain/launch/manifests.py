@@ -89,7 +89,7 @@ def slurm_script(job: Job, slurm: Slurm, folder: str) -> str:
 def job_set(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
     """The JobSet (jobset.x-k8s.io/v1alpha2) of a job: one pod a node, with the host name of pod 0 as coordinator.
 
-    A pod that is lost starts all again; statuses that no restart mends end the JobSet.
+    A pod that is lost starts all again; statuses that no restart fixes end the JobSet.
     """
     name = job.name
     coordinator = f"{name}-nodes-0-0.{name}:{PORT}"
@@ -126,7 +126,7 @@ def job_set(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": useless}]},
         "template": {"spec": pod},
     }
-    mended = {"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    not_retried = {"name": "useless", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     namespace = {} if kubernetes.namespace is None else {"namespace": kubernetes.namespace}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -134,7 +134,7 @@ def job_set(job: Job, kubernetes: Kubernetes) -> dict[str, Any]:
         "metadata": {"name": name, **namespace},
         "spec": {
             "network": {"enableDNSHostnames": True, "subdomain": name},
-            "failurePolicy": {"maxRestarts": 10, "rules": [mended]},
+            "failurePolicy": {"maxRestarts": 10, "rules": [not_retried]},
             "replicatedJobs": [{"name": "nodes", "replicas": 1, "template": {"spec": template}}],
         },
     }

@@ -116,19 +116,18 @@ def _forward(
         left = recipe.quantize(x, inputs, recipe.forward)
         out = recipe.matmul(contraction, left, _gather(weight, gathered), x.dtype)
     # The weight in 8 bits in its shards: where the product is recomputed, its gradient's product shares the gather.
-    kept = weight if recipe.one_scale and gathered is not None else w
-    return out, (x, kept, jnp.zeros((), w.dtype))
+    saved = weight if recipe.one_scale and gathered is not None else w
+    return out, (x, saved, jnp.zeros((), w.dtype))
 
 
 def _backward(
     recipe: Recipe, path: str, equation: str, gathered: NamedSharding | None, residuals: Residuals,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    x, kept, like = residuals
+    x, weight, like = residuals
     by_x, by_w = Contraction(equation).by_left, Contraction(equation).by_right
     with jax.named_scope(scope(recipe.name, path, PASSES[1])):
         outputs, weights = by_x.dims
-        weight = kept
         if not isinstance(weight, Quantized):
             weight = recipe.quantize(weight.astype(x.dtype), weights, recipe.forward)
         left = recipe.quantize(cotangent, outputs, recipe.backward)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,7 @@ from jaxtrain.program.collectives import (
 )
 from jaxtrain.program.flops import count_flops
 from jaxtrain.program.hlo import Program, read_program
-from jaxtrain.program.low_precision import check_low_precision, low_precision_matmuls
+from jaxtrain.program.low_precision import LowPrecisionMatmul, check_low_precision, low_precision_matmuls
 from jaxtrain.program.partitioner import inserted_resharding, read_rematerializations
 from jaxtrain.program.report import FlopsReport, LiveBuffer, MemoryReport, ProgramReport, Traffic
 from jaxtrain.program.timeline import layer_timelines
@@ -156,13 +157,7 @@ def make_report(
     per_node = domain.size // request["nodes"]
     unknown = (*program.unknown, *unread_collectives(program))
     matmuls = low_precision_matmuls(program, answer["recipe"])
-    if request["target"] == "cuda":
-        check_low_precision(matmuls, answer["recipe"], config.precision.compute)
-    if matmuls:
-        notes.append(
-            f"matmuls in 8 bits are counted at the card's {config.precision.compute} peak: they are shorter, and cover "
-            "less of the transfers than is shown"
-        )
+    notes += _check_matmuls(config, request, answer, matmuls)
     if request["target"] == "cpu":
         notes.append(CPU_NOTE)
     return ProgramReport(
@@ -203,6 +198,19 @@ def make_report(
         local_tier=answer["local_tier"],
         low_precision=matmuls,
     )
+
+
+def _check_matmuls(
+    config: RunConfig, request: dict[str, Any], answer: dict[str, Any], matmuls: Sequence[LowPrecisionMatmul]
+) -> list[str]:
+    """How 8-bit matmuls are counted, one note; raises ConfigError for one that a GPU's program computes in 16 bits."""
+    if request["target"] == "cuda":
+        check_low_precision(matmuls, answer["recipe"], config.precision.compute)
+    counted = (
+        f"matmuls in 8 bits are counted at the card's {config.precision.compute} peak: they are shorter, and cover "
+        "less of the transfers than is shown"
+    )
+    return [counted] if matmuls else []
 
 
 def sum_traffic(collectives: tuple[Collective, ...]) -> tuple[Traffic, ...]:

@@ -76,7 +76,7 @@ def check_low_precision(matmuls: Sequence[LowPrecisionMatmul], recipe: Mapping[s
         options = "".join(f"xla.{name}: {str(value).lower()}, and " for name, value in recipe["xla"].items())
         raise ConfigError(
             f"precision.recipe {recipe['name']}: the compiled program computes matmuls in {compute}: {named}. The "
-            f"recipe needs {options}contracted dims that are a multiple of {recipe['multiple']} on each device: mend "
+            f"recipe needs {options}contracted dims that are a multiple of {recipe['multiple']} on each device: change "
             "these, or leave their kind out of precision.recipe_kinds"
         )
 

@@ -14,6 +14,8 @@ from jaxtrain.prove.measure import Outcome
 
 Tree = Any
 Moments = Mapping[str, Mapping[str, np.ndarray]]
+Both = tuple[Moments, Moments]
+"""The moments of the outcome that is checked and of the one that it is compared with."""
 
 ROUNDING = 2e-5
 """Relative float32 rounding error of an optimizer step, given its moments: the learning rate, the bias corrections."""
@@ -37,7 +39,7 @@ def parameter_limits(
     An error of p carries over to the next step, multiplied by at most 1 + rate x weight_decay.
     """
     limits: list[dict[str, np.ndarray]] = []
-    before: tuple[Moments, Moments] = ({}, {})
+    before: Both = ({}, {})
     for step, (have, wanted) in enumerate(zip(got.states, want.states, strict=True)):
         rate = float(want.metrics[step]["learning_rate"])
         now = moments_of(have["opt"]), moments_of(wanted["opt"])
@@ -64,12 +66,7 @@ def moments_of(opt: Tree) -> dict[str, dict[str, np.ndarray]]:
 
 
 def _adamw(
-    config: OptimizerConfig,
-    before: tuple[Moments, Moments],
-    now: tuple[Moments, Moments],
-    path: str,
-    step: int,
-    e: float,
+    config: OptimizerConfig, before: Both, now: Both, path: str, step: int, e: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """|u| and du of AdamW (Loshchilov & Hutter 2019): u = m / (r + eps), of the bias-corrected moments m and r^2.
 
@@ -88,12 +85,7 @@ def _adamw(
 
 
 def _lion(
-    config: OptimizerConfig,
-    before: tuple[Moments, Moments],
-    now: tuple[Moments, Moments],
-    path: str,
-    step: int,
-    e: float,
+    config: OptimizerConfig, before: Both, now: Both, path: str, step: int, e: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """|u| and du of Lion (Chen et al. 2023): u = sign(c), c = beta1 m + (1 - beta1) g, of the moment m before the step.
 
@@ -112,12 +104,7 @@ def _lion(
 
 
 def _adafactor(
-    config: OptimizerConfig,
-    before: tuple[Moments, Moments],
-    now: tuple[Moments, Moments],
-    path: str,
-    step: int,
-    e: float,
+    config: OptimizerConfig, before: Both, now: Both, path: str, step: int, e: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """|u| and du of Adafactor (Shazeer & Stern 2018) without factors.
 
